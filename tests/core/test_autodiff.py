@@ -1,5 +1,6 @@
-"""Static factors, custom_vjp, and gradients by the values of ScaledArrays."""
+"""Static factors, custom_vjp, gradients by value, and how functions of JAX take ScaledArrays."""
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -7,17 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import unitscale
 from unitscale.core import (
     ScaledArray,
+    _compat,
     as_scaled,
+    cudnn_of,
     custom_vjp,
+    last_uses,
     multiply,
     rebalance,
     scale,
     scale_bwd,
     scale_fwd,
+    scan_counts,
     to_array,
 )
 
@@ -103,18 +109,6 @@ class TestCustomVjp:
     def test_forward_mode_says_what_to_do(self, differentiate: Any) -> None:
         with pytest.raises(TypeError, match=r"unitscale: triple defines its backward.*jax\.vjp"):
             differentiate(lambda x: _triple(x, 2.0), jnp.ones(2))
-
-    def test_the_advice_is_right(self) -> None:
-        """The transpose of the transpose is the Jacobian-vector product of the rule's Jacobian."""
-
-        @custom_vjp
-        def linear(x):
-            return 3 * x
-
-        linear.defvjp(lambda x: (3 * x, None), lambda _, dy: (5 * dy,))
-        x, v = jnp.ones(2), jnp.asarray([1.0, -2.0])
-        jvp = jax.vjp(lambda u: jax.vjp(linear, x)[1](u)[0], jnp.zeros(2))[1](v)[0]
-        np.testing.assert_array_equal(jvp, 5 * v)
 
     def test_other_errors_pass_through(self) -> None:
         @custom_vjp
@@ -230,3 +224,83 @@ class TestValueAndGrad:
         # Twice: the Hessian's diagonal of a sum of cubes is 6 w.
         twice = unitscale.grad(lambda w: jnp.sum(unitscale.grad(f)(w)))(w)
         np.testing.assert_allclose(twice, np.full((2, 3), 24))
+
+
+def test_every_variable_but_results_has_a_last_use() -> None:
+    def fn(x, unused):
+        y = jnp.sin(x)
+        return y * x + 1, y
+
+    jaxpr = jax.make_jaxpr(fn)(1.0, 2.0).jaxpr
+    x, _ = jaxpr.invars
+    assert last_uses(jaxpr) == {1: [x], 2: [jaxpr.eqns[1].outvars[0]]}
+
+
+@pytest.mark.parametrize("carried", [0, 3])
+def test_a_scan_has_constants_then_what_it_carries(carried: int) -> None:
+    def program(first: jax.Array, second: jax.Array, items: jax.Array) -> tuple:
+        def turn(state: tuple, item: jax.Array) -> tuple:
+            return tuple(x + first for x in state), item * second
+
+        return lax.scan(turn, (jnp.ones(2),) * carried, items)
+
+    closed = jax.make_jaxpr(program)(jnp.ones(2), jnp.ones(2), jnp.ones((4, 2)))
+    (loop,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")
+    assert scan_counts(loop.params) == (1 + bool(carried), carried)
+
+
+def test_operators_of_arrays_leave_the_answer_to_a_scaled_array() -> None:
+    """Of those that it has; the others, and functions, take its value."""
+    array, x = jnp.asarray([3.0, 5.0]), ScaledArray(jnp.ones(2), 2.0)
+    for op in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow):
+        for found in (op(array, x), jax.jit(op)(array, x)):
+            assert isinstance(found, ScaledArray)
+            np.testing.assert_allclose(found.value, op(array, x.value), rtol=1e-6)
+    assert isinstance(array @ x, ScaledArray)
+    for found in (array // x, array % x, jnp.add(array, x), array < x, array == x):
+        assert isinstance(found, jax.Array)
+    np.testing.assert_array_equal(array // x, [1, 2])
+    array += x
+    assert isinstance(array, ScaledArray)
+
+
+@pytest.mark.parametrize(
+    "f", [lax.sin, lambda x: lax.dot(x, x), jax.jit(lax.exp), jax.grad(lambda x: x)]
+)
+def test_errors_for_want_of_a_value_name_the_library(f) -> None:
+    x = ScaledArray(jnp.ones((2, 2)), 2.0)
+    with pytest.raises(ValueError, match=r"unitscale: a plain array .* ScaledArray.*its \.value"):
+        f(x)
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_a_loss_that_is_a_scaled_array_is_refused_by_name(scale: float | None) -> None:
+    def loss(x: jax.Array) -> ScaledArray:
+        return ScaledArray(x, scale).sum()
+
+    message = r"unitscale: a plain array is needed as the loss; .*nn\.value_and_grad"
+    for f in (jax.grad(loss), jax.jit(jax.value_and_grad(loss))):
+        with pytest.raises(ValueError, match=message):
+            f(jnp.ones(2))
+
+
+def test_without_a_scale_the_functions_of_jax_and_their_derivatives_take_the_data() -> None:
+    x = jnp.linspace(-2, 3, 8)
+
+    def results(wrap) -> list:
+        functions = (jax.nn.relu, jax.nn.gelu, jax.nn.silu, jax.lax.exp)
+        return [jax.value_and_grad(lambda x: jnp.sum(f(wrap(2 * x))))(x) for f in functions]  # noqa: B023
+
+    plain, wrapped = (jax.jit(lambda w=w: results(w))() for w in (lambda x: x, ScaledArray))
+    jax.tree.map(np.testing.assert_array_equal, plain, wrapped)
+
+
+def test_cudnn_is_answered_for_within_the_block_alone() -> None:
+    own = vars(_compat.jax_cudnn).copy()
+    with cudnn_of((9, 0), 91200):
+        assert _compat.jax_cudnn.check_cudnn_version() == 91200
+        least = _compat.jax_cudnn.check_compute_capability
+        assert [least(text) for text in ("8.0", "9.0", "10.3")] == [True, True, False]
+        same = _compat.jax_cudnn.is_cuda_compute_capability_equal
+        assert [same(text) for text in ("9.0", "10.3")] == [True, False]
+    assert vars(_compat.jax_cudnn) == own

@@ -1,27 +1,41 @@
-"""Limits of formats against their layouts, and powers of two against exact arithmetic."""
+"""Formats, powers of two and casts, against the definition of each format."""
 
 import math
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import lax
 
+from tests.compilation import USUAL_EMITTER
 from unitscale.core import (
     Format,
+    ScaledArray,
+    cast,
     check_choice,
+    decode_float8,
+    dithered,
+    encode_float8,
     exponent_of,
     format_of,
+    is_float8,
     is_floating,
+    materialize,
+    narrow,
     normal_pow2,
     pow2,
     round_to_pow2,
+    upcast,
     wide_dtype,
+    widen,
 )
+from unitscale.core._formats import rounding_noise
 
-from .grids import LAYOUTS, ieee
+from .grids import LAYOUTS, Layout, ieee, nearest, neighbours, probes
 
 
 def limits(fmt: Format) -> tuple[float, ...]:
@@ -146,3 +160,355 @@ def test_exponents_are_exact() -> None:
     np.testing.assert_array_equal(pow2(exponents), np.where(exponents > 127, np.inf, powers))
     normal = np.arange(-126, 128)
     np.testing.assert_array_equal(normal_pow2(normal), 2.0**normal)
+
+
+SIMULATED = {
+    "E4M3": "float8_e4m3",
+    "E5M2": "float8_e5m2",
+    "E5M10": "float16",
+    "E8M7": "bfloat16",
+}
+FP8 = ["float8_e4m3fn", "float8_e5m2"]
+ALL_16_BIT = {
+    t.__name__: np.arange(2**16, dtype=np.uint16).view(t) for t in (np.float16, ml_dtypes.bfloat16)
+}
+OFTEN = {*FP8, "float16", "bfloat16", "E4M3"}
+NAMES = [
+    pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow)
+    for name in (*LAYOUTS, *SIMULATED)
+]
+quick_cast = jax.jit(cast, static_argnums=(1, 2, 4), compiler_options=USUAL_EMITTER)
+
+
+@pytest.fixture(autouse=True)
+def _no_floating_point_warnings():
+    """NumPy warns of overflow and of signaling NaN, which these tests are about."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+def layout_of(name: str) -> Layout:
+    return LAYOUTS[SIMULATED.get(name, name)]
+
+
+def reference(x: np.ndarray, name: str, saturate: bool) -> np.ndarray:
+    rounded = nearest(x, layout_of(name), saturate)
+    fmt = format_of(name)
+    if fmt.simulated or (saturate and fmt.has_nan):
+        # Infinity is not hidden: only finite values saturate.
+        rounded = np.where(np.isinf(x), x if fmt.has_inf else np.nan, rounded)
+    # FP6 has no NaN, but the wider type that holds its values has.
+    return np.where(np.isnan(x), np.nan, rounded) if name.startswith("float6") else rounded
+
+
+def assert_same(got: jax.Array, expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("saturate", [True, False], ids=["saturate", "overflow"])
+@pytest.mark.parametrize("name", NAMES)
+class TestNearest:
+    def test_float32(self, name: str, saturate: bool) -> None:
+        x = probes(layout_of(name), np.float32)
+        got = quick_cast(x, name, "nearest", None, saturate)
+        assert got.dtype == (jnp.float32 if format_of(name).simulated else jnp.dtype(name))
+        assert_same(got, reference(x, name, saturate))
+
+    @pytest.mark.parametrize("source", ALL_16_BIT)
+    def test_all_16_bit_values(self, name: str, saturate: bool, source: str) -> None:
+        x = ALL_16_BIT[source]
+        got = quick_cast(x, name, "nearest", None, saturate)
+        expected = reference(x.astype(np.float32), name, saturate)
+        if not format_of(name).simulated:
+            return assert_same(got, expected)
+        # The dtype of x keeps the values; it may not hold all of the format.
+        common = np.abs(expected) <= min(format_of(name).max, format_of(source).max)
+        common &= expected.astype(x.dtype).astype(np.float64) == expected
+        assert common.sum() > 2**14
+        assert_same(got[common], expected[common])
+        finite = np.asarray(got).astype(np.float64)
+        assert np.abs(finite[np.isfinite(finite)]).max() <= format_of(name).max
+
+    def test_float64(self, name: str, saturate: bool) -> None:
+        with jax.enable_x64(True):
+            x = probes(layout_of(name), np.float64)
+            got = np.asarray(quick_cast(x, name, "nearest", None, saturate)).astype(np.float64)
+        expected = reference(x, name, saturate)
+        # XLA on the CPU flushes float64 that is subnormal in float32 when it narrows.
+        flushed = (name == "bfloat16") & (np.abs(expected) < 2.0**-126)
+        if name in SIMULATED:  # infinity is beyond a format whose values are float64
+            flushed |= np.isinf(expected) & ~np.isinf(x)
+        np.testing.assert_array_equal(got[~flushed], expected[~flushed])
+
+
+def test_eager_and_under_vmap() -> None:
+    x = probes(LAYOUTS["float8_e4m3fn"], np.float32)[-4000:].reshape(4, -1)
+    got = jax.vmap(lambda row: cast(row, "float8_e4m3fn"))(x)
+    assert_same(got, reference(x, "float8_e4m3fn", True))
+
+
+def test_ties_of_a_format_without_mantissa_bits_go_to_even_codes() -> None:
+    x, layout = np.float32([1.5, 3, 6, 12, -3]), Layout(4, 0, 7, "ieee", np.inf)
+    assert_same(cast(x, "E4M0"), nearest(x, layout))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [("bfloat16", "float16"), ("float8_e5m2", "float8_e3m4"), ("float8_e5m2", "float4_e2m1fn"),
+     ("float16", "bfloat16")],
+)  # fmt: skip
+def test_a_maximum_that_the_source_cannot_hold(source: str, target: str) -> None:
+    fmt = format_of(target)
+    x = jnp.asarray([fmt.max * 0.96, 57344, np.inf, -np.inf], jnp.float32).astype(source)
+    got = np.asarray(cast(x, target)).astype(np.float64)
+    np.testing.assert_array_equal(got, reference(np.asarray(x).astype(np.float64), target, True))
+
+
+def assert_share(up: np.ndarray, fraction: np.ndarray) -> None:
+    """Means of draws along the last axis are those of coins, within 5 standard deviations."""
+    error = 5 * np.sqrt(fraction * (1 - fraction) / up.shape[-1])
+    assert (np.abs(up.mean(-1) - fraction) <= error).all()
+
+
+class TestE8M0:
+    @pytest.mark.parametrize("saturate", [True, False])
+    @pytest.mark.parametrize("source", [np.float32, np.float16, ml_dtypes.bfloat16])
+    def test_nearest(self, saturate: bool, source: type) -> None:
+        grid = 2.0 ** np.arange(-127, 128)
+        special = [0, -0.0, -1, -1e30, 1e-42, np.inf, -np.inf, np.nan, 3.4e38, 2.9e38]
+        points = np.concatenate([grid, 1.5 * grid, 1.49 * grid, 1.51 * grid, special])
+        x = points.astype(source).astype(np.float64)
+        floor = 2.0 ** np.floor(np.log2(np.maximum(x, grid[0])))
+        y = np.where(x >= 1.5 * floor, 2 * floor, floor)
+        if saturate:
+            y = np.where(x <= grid[0], grid[0], np.minimum(y, grid[-1]))
+        else:
+            y = np.where((x <= 0) | (y > grid[-1]), np.nan, y)
+        expected = np.where(np.isfinite(x), y, np.nan)
+        assert_same(cast(jnp.asarray(points.astype(source)), "e8m0", saturate=saturate), expected)
+
+    def test_stochastic_is_unbiased(self) -> None:
+        x = np.float32([1.25, 3.9, 2.0**-126 * 1.5, 8.0])
+        many = jnp.repeat(jnp.asarray(x)[:, None], 4000, 1)
+        got = np.asarray(cast(many, "e8m0", "stochastic", jax.random.key(0))).astype(np.float64)
+        low = 2.0 ** np.floor(np.log2(x.astype(np.float64)))
+        assert np.isin(got / low[:, None], [1, 2]).all()
+        assert_share(got / low[:, None] - 1, x / low - 1)
+
+    def test_is_a_constant_of_differentiation(self) -> None:
+        grad = jax.grad(lambda x: (x * cast(x, "e8m0").astype(jnp.float32)).sum())(jnp.full(2, 3.0))
+        np.testing.assert_array_equal(grad, [4, 4])
+
+
+def stochastic(x: np.ndarray, name: str, seed: int) -> np.ndarray:
+    """Casts in arrays of one size, so that each format compiles once."""
+    size = 2**17
+    flat = np.pad(np.ravel(x).astype(np.float32), (0, -np.size(x) % size)).reshape(-1, size)
+    keys = jax.random.split(jax.random.key(seed), len(flat))
+    parts = [quick_cast(row, name, "stochastic", key) for row, key in zip(flat, keys, strict=True)]
+    return np.concatenate(parts).astype(np.float64)[: np.size(x)].reshape(np.shape(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestStochastic:
+    def test_goes_to_a_neighbour(self, name: str) -> None:
+        grid = layout_of(name).values()
+        x = probes(layout_of(name), np.float32)
+        x = np.concatenate([-grid, x[np.isfinite(x)]])
+        if format_of(name).min_exponent > -126:  # XLA flushes subnormal float32: they round down
+            x = x[(np.abs(x) >= 2.0**-126) | (x == 0)]
+        got = stochastic(x, name, 1)
+        unsigned = (got == 0) & name.endswith("fnuz")  # which has one zero
+        assert (unsigned | (np.signbit(got) == np.signbit(x))).all()
+        below, above = (grid[i] for i in neighbours(np.minimum(np.abs(x), grid[-1]), grid))
+        assert ((np.abs(got) == below) | (np.abs(got) == above)).all()
+
+    def test_is_unbiased(self, name: str) -> None:
+        grid = layout_of(name).values()
+        at = np.array([0, 1, len(grid) // 3, len(grid) // 2, len(grid) - 2])
+        fraction = np.array([0.1, 0.5, 0.75, 0.25, 0.9])
+        if name in ("bfloat16", "E8M7"):
+            at[:2] = [130, 300]  # a fraction of a subnormal step is not a float32
+        step = grid[at + 1] - grid[at]
+        values = (grid[at] + fraction * step).astype(np.float32)
+        for sign in (1, -1):
+            got = stochastic(np.repeat(sign * values[:, None], 4000, axis=1), name, 2)
+            assert_share((sign * got - grid[at, None]) / step[:, None], (values - grid[at]) / step)
+
+    def test_saturates(self, name: str) -> None:
+        top, x = format_of(name).max, np.array([3.4e38, -3.4e38, np.inf, -np.inf, np.nan])
+        infinite = x[2:4] if format_of(name).has_inf else [np.nan, np.nan]
+        expected = [top, -top, *infinite, np.nan]
+        if name == "float4_e2m1fn":
+            expected[2:] = [top, -top, stochastic(x, name, 4)[4]]
+        np.testing.assert_array_equal(stochastic(x, name, 4), expected)
+
+
+def test_stochastic_rounding_of_exact_values_survives_the_widest_noise() -> None:
+    """In float32 the sum of 127 and 23 random bits is rounded up to 128 once in 2**18 draws."""
+    assert (stochastic(np.full(2**20, 127.0), "E4M6", 0) == 127).all()
+
+
+def test_stochastic_float64() -> None:
+    with jax.enable_x64(True):
+        values = 2.0 ** np.array([-8, 0, -200, 5]) * [0.3, 1 + 0.3 / 8, 1, 1.125]
+        x = jnp.repeat(jnp.asarray(values)[:, None], 4000, 1)
+        got = np.asarray(cast(x, "E4M3", "stochastic", jax.random.key(0)))
+    low, step = np.array([0, 1, 0, 36]), np.array([2.0**-9, 0.125, 2.0**-9, 1])
+    assert np.isin((got - low[:, None]) / step[:, None], [0, 1]).all()
+    assert_share((got - low[:, None])[:2] / step[:2, None], ((values - low) / step)[:2])
+    assert not got[2].any()
+    assert (got[3] == 36).all()
+
+
+class TestFloat8:
+    """What a CPU does on bits is what other platforms do by their own instructions."""
+
+    @pytest.mark.parametrize("dtype", FP8)
+    def test_every_number_decodes_to_itself_and_back(self, dtype: str) -> None:
+        codes = np.arange(256, dtype=np.uint8)
+        data = codes.view(jnp.dtype(dtype))
+        expected = data.astype(np.float32)
+        found = np.asarray(jax.jit(decode_float8)(data))
+        np.testing.assert_array_equal(found, expected)
+        finite = np.isfinite(expected)
+        again = np.asarray(cast(expected[finite], dtype))
+        np.testing.assert_array_equal(again.view(np.uint8), codes[finite])
+        tiny = np.asarray(cast(jnp.float32([1e-30, -1e-30, 1e-40, -1e-40]), dtype))
+        np.testing.assert_array_equal(tiny.view(np.uint8), [0, 0x80, 0, 0x80])
+
+    @pytest.mark.parametrize("infinity", [True, False])
+    @pytest.mark.parametrize("dtype", FP8)
+    def test_what_is_not_finite(self, dtype: str, infinity: bool) -> None:
+        fmt, x = format_of(dtype), jnp.float32([1e6, -3e38, jnp.inf, -jnp.inf, jnp.nan])
+        found = encode_float8(x, fmt, widen, infinity=infinity).astype(jnp.float32)
+        beyond = np.inf if infinity and fmt.has_inf else np.nan
+        np.testing.assert_array_equal(found, [fmt.max, -fmt.max, beyond, -beyond, np.nan])
+
+    def test_other_formats_are_not_encoded(self) -> None:
+        assert all(map(is_float8, FP8))
+        assert not any(map(is_float8, ("float8_e4m3fnuz", "float16", None)))
+
+
+class TestNoise:
+    """The bits of stochastic rounding are uniform, and tell nothing of one another."""
+
+    SIZE, KEY = 2**16, jax.random.key(3)
+
+    def noise(self, key: jax.Array, *shape: int) -> np.ndarray:
+        return np.asarray(rounding_noise(key, shape))
+
+    def test_is_uniform_and_independent(self) -> None:
+        """Every bit by itself and with every bit of another entry or key."""
+        words = self.noise(self.KEY, self.SIZE)
+        keys = jax.random.key(4), jax.random.split(self.KEY)[0], jax.random.split(self.KEY, 4)[1]
+        others = [np.roll(words, by) for by in (1, 1024)]
+        others += [self.noise(key, self.SIZE) for key in keys]
+        signs = [
+            np.float32(((w >> np.arange(32, dtype=np.uint32)[:, None]) & 1) * 2.0 - 1)
+            for w in (words, *others)
+        ]
+        assert np.all(abs(signs[0].mean(1)) < 5 / self.SIZE**0.5)
+        for other in signs[1:]:
+            # Of a thousand, the largest is expected at 3.3 standard deviations.
+            assert np.max(abs(signs[0] @ other.T / self.SIZE)) < 5.5 / self.SIZE**0.5
+        assert len(np.unique(words)) == self.SIZE
+        counts = np.bincount(words & 255, minlength=256)
+        chi_square = np.sum((counts - self.SIZE / 256) ** 2) / (self.SIZE / 256)
+        assert abs(chi_square - 255) < 5 * (2 * 255) ** 0.5
+
+    def test_a_place_counts_and_not_the_shape(self) -> None:
+        flat = self.noise(self.KEY, 64)
+        np.testing.assert_array_equal(self.noise(self.KEY, 4, 8, 2).ravel(), flat)
+        assert self.noise(self.KEY) == self.noise(self.KEY, 1)[0]
+        assert self.noise(self.KEY, 0, 3).shape == (0, 3)
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
+        assert len(np.unique(jax.vmap(lambda key: rounding_noise(key, (5,)))(keys))) == 15
+
+
+class TestDithered:
+    @pytest.mark.parametrize("dtype", FP8)
+    def test_has_no_bias(self, dtype: str) -> None:
+        """At any power of two, which a scale may be; rounded to the nearest, all go one way."""
+        bits = format_of(dtype).mantissa_bits
+        for value in (0.3, 14.4, -200.0):
+            x = np.float32(value) * np.linspace(1, 1.001, 2**14, dtype=np.float32)
+            for scale in (1.0, 0.5):
+                moved = scale * np.asarray(dithered(jnp.asarray(x), bits))
+                rounded = np.asarray(cast(moved, dtype)).astype(np.float64) / scale
+                spread = rounded.std() / x.size**0.5
+                assert abs(rounded.mean() - x.mean()) < 5 * spread
+            plain = np.asarray(cast(x, dtype)).astype(np.float64)
+            assert abs(plain.mean() - x.mean()) > 10 * spread
+
+    @pytest.mark.parametrize("bits", [2, 3])
+    def test_goes_to_a_neighbour_of_the_format(self, bits: int) -> None:
+        exact = np.outer(2.0 ** np.arange(-6, 7), 1 + np.arange(2**bits) / 2**bits).ravel()
+        np.testing.assert_array_equal(dithered(jnp.float32(exact), bits), exact)
+        np.testing.assert_array_equal(dithered(jnp.float32(-exact), bits), -exact)
+        x = np.random.default_rng(0).uniform(-400, 400, 1000).astype(np.float32)
+        found = np.asarray(dithered(jnp.asarray(x), bits))
+        step = 2.0 ** (np.floor(np.log2(np.abs(x))) - bits)
+        assert np.all(np.abs(found - x) < step)
+        assert not np.any(found % step)
+
+    def test_leaves_what_is_not_normal(self) -> None:
+        x = np.array([0.0, -0.0, 1e-40, -1e-40, 3e38, np.inf, -np.inf, np.nan], np.float32)
+        found = np.asarray(dithered(jnp.asarray(x), 2))
+        np.testing.assert_array_equal(found.view(np.uint32), x.view(np.uint32))
+
+
+class TestGradient:
+    @pytest.mark.parametrize("name", ["float8_e5m2", "E4M3", "float16", "float4_e2m1fn"])
+    def test_is_straight_through(self, name: str) -> None:
+        x, weight = jnp.asarray([0.3, 1e6, -1e-9]), jnp.asarray([1.0, 2.0, 4.0])
+        for options in ((), ("stochastic", jax.random.key(0))):
+            grad = jax.grad(lambda x: (widen(cast(x, name, *options)) * weight).sum())  # noqa: B023
+            np.testing.assert_array_equal(grad(x), weight)
+
+    def test_saturates_on_the_way_to_an_8_bit_source(self) -> None:
+        x = jnp.ones(2, jnp.float8_e4m3fn)
+        for wider in (cast, upcast):
+            grad = jax.grad(lambda x: (wider(x, jnp.float32) * 1e6).sum())(x)  # noqa: B023
+            np.testing.assert_array_equal(np.asarray(grad).astype(np.float32), [448, 448])
+
+
+def test_scaled_array_keeps_its_scale() -> None:
+    x = cast(ScaledArray(jnp.asarray([1000.0, 1.0]), 4.0), "e4m3fn")
+    assert x.dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(x.value, [448 * 4, 4])
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "args"),
+    [
+        (ValueError, "rounding", (jnp.ones(2), "e5m2", "up")),
+        (ValueError, "key=", (jnp.ones(2), "e5m2", "stochastic")),
+        (ValueError, "floating-point format", (jnp.ones(2), "float7")),
+        (TypeError, "floating array", (jnp.arange(3), "e5m2")),
+        (TypeError, "floating array", (1j, "e5m2")),
+    ],
+)
+def test_wrong_arguments(error: type[Exception], match: str, args: tuple) -> None:
+    with pytest.raises(error, match=match):
+        cast(*args)
+
+
+def test_narrow_saturates_8_bits_only() -> None:
+    for dtype, expected in ((jnp.float16, np.inf), (jnp.float8_e4m3fn, 448), (jnp.float32, 1e6)):
+        assert float(narrow(jnp.float32(1e6), dtype)) == expected
+    with jax.enable_x64(True):
+        assert widen(jnp.ones(1, jnp.float64)).dtype == jnp.float64
+
+
+def test_materialize_keeps_a_rounding() -> None:
+    there_and_back = partial(lax.convert_element_type, new_dtype=jnp.float32)
+    y = jax.jit(lambda x: there_and_back(materialize(x.astype(jnp.float8_e5m2))))(jnp.float32(1.2))
+    assert float(y) == 1.25
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "E4M3"])
+def test_strict_promotion(name: str) -> None:
+    with jax.numpy_dtype_promotion("strict"):
+        for options in ((), ("stochastic", jax.random.key(0))):
+            assert cast(jnp.ones(8), name, *options).astype(jnp.float32).sum() == 8

@@ -1,5 +1,6 @@
-"""Gradients of divided batches are those of the whole one; arrays lie over the named mesh axes."""
+"""Batch sizes in factors, of divided batches and of several inputs; axes that arrays lie over."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -140,11 +141,16 @@ WAYS = {
 }
 
 
+@functools.cache
+def of_the_whole_batch() -> Any:
+    return compute({name: (jax.grad(loss), PARAMS, DATA) for name, loss in LOSSES.items()})
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_of_a_divided_batch(way: str) -> None:
     divide, parts = WAYS[way]
     ours = compute({name: (divide(loss, parts), PARAMS, DATA) for name, loss in LOSSES.items()})
-    whole = compute({name: (jax.grad(loss), PARAMS, DATA) for name, loss in LOSSES.items()})
+    whole = of_the_whole_batch()
     for name in LOSSES:
         with entry(name):
             for key, expected in whole[name].items():
@@ -315,3 +321,119 @@ def test_resharding_to_the_sharding_of_a_call() -> None:
                 y = jax.jit(lambda x: reshard(x, sharding) * 1)(x)  # noqa: B023
                 assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 3)
                 np.testing.assert_array_equal(y, X)
+
+
+def drawn(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+FEW, MANY = drawn(3, 8), drawn(96, 8)
+WIDE, FINE = drawn(2, 4, 4, 4), drawn(2, 12, 12, 4)
+IDS, MORE = jnp.arange(3) % 16, jnp.arange(96) % 16
+COUNTED = jnp.arange(96) % 5 > 0
+
+
+def of(y: Any) -> jax.Array:
+    """A loss of numbers whose sum over items does not vanish."""
+    y = to_array(y)
+    return jnp.sum(jnp.sin(y + jnp.arange(y.size).reshape(y.shape) / y.size))
+
+
+def twice(f: Callable[..., Any], first: Any, second: Any) -> Callable[..., Any]:
+    """With another constant for each, as nothing but the direction is kept."""
+    return lambda w: 30 * of(f(first, w)) + of(f(second, w))
+
+
+def losses(loss: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda w: loss(FEW, w, IDS) + loss(MANY, w, MORE, where=COUNTED)
+
+
+def plain_dense(x: Any, w: Any) -> Any:
+    return x @ w / 8**0.5
+
+
+def plain_norm(x: Any, w: Any) -> Any:
+    x = x - x.mean(-1, keepdims=True)
+    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w
+
+
+def plain_conv(x: Any, w: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+    return y / 36**0.5
+
+
+def plain_loss(z: Any, labels: Any, where: Any = None) -> Any:
+    rows = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
+    return jnp.mean(rows, where=where)
+
+
+def squared_errors(f: Callable[..., Any], loss: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda w: sum(loss(f(x, w), jnp.ones((len(x), 16))) for x in (FEW, MANY))
+
+
+def entropy(x: Any, w: Any, *args: Any, **options: Any) -> Any:
+    return ops.softmax_cross_entropy(ops.dense(x, w), *args, **options)
+
+
+# Of a weight: op, the same function in plain JAX, two inputs, and the shape of the weight.
+LAYERS: dict[str, tuple[Any, Any, Any, Any, tuple[int, ...]]] = {
+    "dense": (ops.dense, plain_dense, FEW, MANY, (8, 16)),
+    "einsum": (lambda x, w: ops.einsum("bi,io->bo", x, w), plain_dense, FEW, MANY, (8, 16)),
+    "embedding": (ops.embed, lambda ids, w: w[ids], IDS, MORE, (16, 8)),
+    "norm": (ops.layer_norm, plain_norm, FEW, MANY, (8,)),
+    "convolution": (ops.conv, plain_conv, WIDE, FINE, (3, 3, 4, 5)),
+    "bias": (
+        lambda x, b: ops.dense(x, jnp.eye(8), b),
+        lambda x, b: x / 8**0.5 + b,
+        FEW,
+        MANY,
+        (8,),
+    ),
+}
+PROGRAMS = {
+    name: (twice(op, few, many), twice(plain, few, many), drawn(*shape))
+    for name, (op, plain, few, many, shape) in LAYERS.items()
+}
+PROGRAMS["losses"] = (
+    losses(entropy),
+    losses(lambda x, w, *a, **k: plain_loss(plain_dense(x, w), *a, **k)),
+    drawn(8, 16),
+)
+PROGRAMS["losses of a readout"] = (
+    losses(ops.readout_cross_entropy),
+    losses(lambda x, w, *a, **k: plain_loss(x @ w / 8, *a, **k)),
+    drawn(8, 16),
+)
+PROGRAMS["mean squares"] = (
+    squared_errors(ops.dense, ops.mse_loss),
+    squared_errors(plain_dense, lambda y, t: jnp.mean((y - t) ** 2)),
+    drawn(8, 16),
+)
+
+
+def cosine(a: jax.Array, b: jax.Array) -> float:
+    a, b = jnp.ravel(a), jnp.ravel(b)
+    return float(a @ b / jnp.linalg.norm(a) / jnp.linalg.norm(b))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_gradient_of_weights_in_two_places_has_the_true_direction(name: str) -> None:
+    unit, plain, w = PROGRAMS[name]
+
+    def named(w: jax.Array) -> Any:
+        with batch_size(96):
+            return unit(w)
+
+    value, grad = jax.jit(jax.value_and_grad(named))(w)
+    expected, true = jax.value_and_grad(plain)(w)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert cosine(grad, true) > 1 - 1e-6
+    assert cosine(jax.grad(unit)(w), true) < 1 - 1e-4  # without, each call has its own constant
+
+
+def test_the_constant_is_that_of_its_batch() -> None:
+    w, f = drawn(8, 16), lambda w: of(ops.dense(MANY, w))
+    with batch_size(96):
+        named = jax.grad(f)(w)
+    np.testing.assert_array_equal(named, jax.grad(f)(w))

@@ -4,6 +4,8 @@ An op is compared with `fwd * reference`, where the reference is NumPy in float6
 gradients with `bwd * derivative`, where the derivative is a central difference of that reference.
 """
 
+from __future__ import annotations
+
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.batching import compute, entry
 from unitscale.core import ScaledArray, to_float
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -83,7 +86,10 @@ def pulled(f: Callable[..., Any], *args: Any, cotangent: Any = 1.0) -> tuple[Any
     return jax.jit(program)(cotangent, *args)
 
 
-def check(
+Plan = tuple[Callable[..., Any], tuple[jax.Array, ...], Callable[[Any], None]]
+
+
+def plan(
     op: Callable[..., Any],
     reference: Reference,
     args: Sequence[np.ndarray],
@@ -95,12 +101,13 @@ def check(
     mapped: bool = False,
     slack: float | Mapping[str, float] = 1,
     step: float = 1e-5,
-) -> None:
-    """Checks value and gradients of an op; if ``mapped``, under vmap, scan and checkpoint too.
+) -> Plan:
+    """Returns a program that computes an op, its operands, and the check of its results.
 
     The value must be `fwd * reference(values)`; gradient i, in data space, `bwd[i]` times the
     derivative of `reference(values) / scale of the output`. ``args`` are rounded to the dtype
-    first; ``slack`` multiplies the tolerance; ``step`` is that of the finite differences.
+    first; ``mapped`` takes the op under vmap, scan and checkpoint; ``slack`` multiplies the
+    tolerance; ``step`` is that of the finite differences.
     """
     scales = (None,) * len(args) if scales is None else scales
     slack = slack[dtype] if isinstance(slack, Mapping) else slack
@@ -132,40 +139,63 @@ def check(
 
     expected = [true(*(p[i] for p in pairs)) for i in ((0, 1) if mapped else (0,))]
     cotangents = rounded(normal("cotangent", (2, *expected[0].shape))[0], dtype)
-    stacked = (jnp.asarray(p, dtype) for p in pairs)
-    results = jax.jit(program)(jnp.asarray(cotangents, jnp.float32), *stacked)
-    for i, wanted in enumerate(expected):
-        true_grads: list[np.ndarray] = []
-        for name, result in results.items():
-            y, scale, grads = jax.tree.map(lambda x, i=i: np.asarray(x[i], np.float64), result)
-            what = f"under {name}, example {i}"
-            assert_close(y * scale, fwd * wanted, dtype, f"value {what}", slack)
-            divisor = np.where(scale > 0, scale, 1)
-            true_grads = true_grads or gradients(
-                lambda *data, divisor=divisor: true(*data) / divisor,
-                [p[i] for p in pairs],
-                cotangents[i],
-                [step / np.where(v > 0, v, 1) for v in factors],
-            )
-            for j, (grad, derivative) in enumerate(zip(grads, true_grads, strict=True)):
-                assert_close(grad, bwd[j] * derivative, dtype, f"gradient {j} {what}", slack)
+
+    def verify(results: dict[str, Any]) -> None:
+        for i, wanted in enumerate(expected):
+            true_grads: list[np.ndarray] = []
+            for name, result in results.items():
+                y, scale, grads = jax.tree.map(lambda x, i=i: np.asarray(x[i], np.float64), result)
+                what = f"under {name}, example {i}"
+                assert_close(y * scale, fwd * wanted, dtype, f"value {what}", slack)
+                divisor = np.where(scale > 0, scale, 1)
+                true_grads = true_grads or gradients(
+                    lambda *data, divisor=divisor: true(*data) / divisor,
+                    [p[i] for p in pairs],
+                    cotangents[i],
+                    [step / np.where(v > 0, v, 1) for v in factors],
+                )
+                for j, (grad, derivative) in enumerate(zip(grads, true_grads, strict=True)):
+                    assert_close(grad, bwd[j] * derivative, dtype, f"gradient {j} {what}", slack)
+
+    stacked = (jnp.asarray(p.astype(jnp.dtype(dtype))) for p in pairs)
+    return program, (jnp.asarray(cotangents, jnp.float32), *stacked), verify
+
+
+def check(*args: Any, **options: Any) -> None:
+    """Checks value and gradients of an op, as `plan` says."""
+    check_all({"": case(*args, **options)})
+
+
+def check_all(cases: Mapping[Any, Case], **options: Any) -> None:
+    """Checks a table of cases, compiled as one program."""
+    plans = {name: plan(*c.args, **{**c.keywords, **options}) for name, c in cases.items()}
+    table = {name: (program, *operands) for name, (program, operands, _) in plans.items()}
+    for name, results in compute(table).items():
+        with entry(name):
+            plans[name][2](results)
 
 
 # `case(op, reference, args, fwd=..., bwd=...)` is a check that is made when it is called. Central
 # differences of a linear function are exact, whatever their step.
+Case = functools.partial[None]
 case = functools.partial(functools.partial, check)
 linear = functools.partial(case, step=1.0)
-Case = functools.partial[None]
 
 
 def in_every_dtype(cases: Mapping[str, Case]) -> Any:
     """The test that cases hold in every dtype; in float32, also mapped."""
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("name", cases)
-    def test(name: str, dtype: str) -> None:
-        mapped = cases[name].keywords.get("mapped", True) and dtype == "float32"
-        cases[name](dtype=dtype, mapped=mapped)
+    def test(dtype: str) -> None:
+        check_all(
+            {
+                name: functools.partial(
+                    c, mapped=c.keywords.get("mapped", True) and dtype == "float32"
+                )
+                for name, c in cases.items()
+            },
+            dtype=dtype,
+        )
 
     return test
 
@@ -173,11 +203,15 @@ def in_every_dtype(cases: Mapping[str, Case]) -> Any:
 def under_scales(scales: Sequence[Sequence[Any]], cases: Mapping[str, Case], **options: Any) -> Any:
     """The test that cases hold whatever the scales of their operands are."""
 
-    @pytest.mark.parametrize("index", range(len(scales)))
-    @pytest.mark.parametrize("name", cases)
-    def test(name: str, index: int) -> None:
-        count = len(cases[name].args[2])
-        cases[name](scales=scales[index][:count], **options)
+    def test() -> None:
+        check_all(
+            {
+                (name, i): functools.partial(c, scales=own[: len(c.args[2])])
+                for name, c in cases.items()
+                for i, own in enumerate(scales)
+            },
+            **options,
+        )
 
     return test
 

@@ -268,7 +268,7 @@ def test_splash_is_plain_attention(is_causal: bool, kv_heads: int, source: int) 
     ("make", "axes"),
     [
         (mesh_of, {"data": 2, "tensor": 2}),
-        (explicit_mesh, {"fsdp": 2, "context": 2}),
+        pytest.param(explicit_mesh, {"fsdp": 2, "context": 2}, marks=pytest.mark.slow),
         (explicit_mesh, {"x": 2}),
     ],
 )
@@ -291,10 +291,13 @@ def test_the_op_is_lowered_for_tpus(axes: dict[str, int]) -> None:
     assert exported.mlir_module().count("@tpu_custom_call") == 3  # forward, by q, by k and v
 
 
-@pytest.mark.parametrize("implementation", ["plain", "chunked"])
 @pytest.mark.parametrize(
-    ("axes", "kv_heads"),
-    [({"context": 4}, 4), ({"data": 2, "context": 2}, 1), ({"context": 2, "tensor": 2}, 2)],
+    ("axes", "kv_heads", "implementation"),
+    [
+        ({"context": 4}, 4, "plain"),
+        ({"data": 2, "context": 2}, 1, "chunked"),
+        ({"context": 2, "tensor": 2}, 2, "plain"),
+    ],
     ids=str,
 )
 def test_tokens_over_devices(axes: dict[str, int], kv_heads: int, implementation: str) -> None:

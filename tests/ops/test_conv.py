@@ -1,12 +1,13 @@
 """Convolution and pooling, channels last."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
+from tests.batching import compute, entry
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
 from unitscale.quant import MatmulConfig
@@ -15,6 +16,7 @@ from .conformance import (
     assert_scales_are_constants,
     assert_unit,
     case,
+    check_all,
     in_every_dtype,
     linear,
     normal,
@@ -107,24 +109,31 @@ def arguments(name: str):
     return *both, *(n**-0.5 for n in terms)
 
 
-@pytest.mark.parametrize("name", CONVS)
-def test_conv(name: str) -> None:
-    op, reference, fwd, dx, weight = arguments(name)
-    args = normal(name, *CONVS[name][:2])
-    op = functools.partial(op, constraint=None)
-    linear(op, reference, args, fwd=fwd, bwd=(dx, weight))()
+def test_conv() -> None:
+    table = {}
+    for name in CONVS:
+        op, reference, fwd, dx, weight = arguments(name)
+        op = functools.partial(op, constraint=None)
+        args = normal(name, *CONVS[name][:2])
+        table[name] = linear(op, reference, args, fwd=fwd, bwd=(dx, weight))
+    check_all(table)
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 5])
-@pytest.mark.parametrize("strides", [1, 2, 3])
-def test_a_transposed_convolution_is_that_of_jax(window: int, strides: int) -> None:
-    x, kernel = (np.float32(a) for a in normal("transposed", (1, 4, 2), (window, 2, 3)))
-    fwd = rules.conv(kernel.shape, 1, 1, input_dilation=strides).fwd
-    for padding in ("SAME", "VALID"):
-        found = ops.conv_transpose(x, kernel, strides=strides, padding=padding).data
+def test_a_transposed_convolution_is_that_of_jax() -> None:
+    def both(strides, padding, x, kernel):
         dims = ("NHC", "HIO", "NHC")
-        expected = jax.lax.conv_transpose(x, kernel, (strides,), padding, dimension_numbers=dims)
-        np.testing.assert_allclose(found, fwd * expected, rtol=1e-5, atol=1e-6)
+        plain = jax.lax.conv_transpose(x, kernel, (strides,), padding, dimension_numbers=dims)
+        return ops.conv_transpose(x, kernel, strides=strides, padding=padding).data, plain
+
+    table = {}
+    for window, strides, padding in itertools.product((1, 2, 3, 5), (1, 2, 3), ("SAME", "VALID")):
+        args = (np.float32(a) for a in normal("transposed", (1, 4, 2), (window, 2, 3)))
+        row = functools.partial(both, strides, padding), *args
+        table[window, strides, padding] = row
+    for name, (found, expected) in compute(table).items():
+        with entry(name):
+            fwd = rules.conv((name[0], 2, 3), 1, 1, input_dilation=name[1]).fwd
+            np.testing.assert_allclose(found, fwd * expected, rtol=1e-5, atol=1e-6)
 
 
 POOLS = {"avg": (ops.avg_pool, rules.avg_pool), "max": (ops.max_pool, rules.max_pool)}
@@ -173,10 +182,8 @@ POOLED = [
 ]
 
 
-@pytest.mark.parametrize("f", POOLS)
-@pytest.mark.parametrize("arguments", POOLED, ids=str)
-def test_pool(arguments, f: str) -> None:
-    pools(f, *arguments, constraint=None)()
+def test_pool() -> None:
+    check_all({(f, *row): pools(f, *row, constraint=None) for f in POOLS for row in POOLED})
 
 
 def test_mean_without_padding() -> None:
@@ -246,6 +253,8 @@ def test_integers_as_padding_and_steps() -> None:
         for padding in (1, (1, 1), (1, (1, 1))):
             np.testing.assert_array_equal(f(padding=padding).data, f(padding=pairs).data)
     np.testing.assert_array_equal(conv_of().value, conv_of(strides=1).value)
+    transposed = functools.partial(ops.conv_transpose, x, kernel)
+    np.testing.assert_array_equal(transposed().value, transposed(strides=1).value)
     np.testing.assert_array_equal(pool_of().value, pool_of(strides=(1, 1)).value)
 
 

@@ -198,12 +198,12 @@ def test_dtypes_and_what_is_kept_for_the_backward_pass() -> None:
     assert {leaf.dtype.name for leaf in jax.tree.leaves(vjp)} == {"float16"}
 
 
-@pytest.mark.parametrize("x", [-1e3, -20.0, -9.7, -1.0, 0.0, 3.0, 20.0])
-def test_the_second_derivative_of_gelu_is_finite(x: float) -> None:
+def test_the_second_derivative_of_gelu_is_finite() -> None:
     """Also where the exponential in it is not."""
-    found = jax.grad(jax.grad(_gelu))(x)
+    x = np.array([-1e3, -20.0, -9.7, -1.0, 0.0, 3.0, 20.0])
+    found = jax.jit(jax.vmap(jax.grad(jax.grad(_gelu))))(np.float32(x))
     with jax.enable_x64(True):
-        wanted = jax.grad(jax.grad(jax.nn.gelu))(x)
+        wanted = jax.jit(jax.vmap(jax.grad(jax.grad(jax.nn.gelu))))(x)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -228,18 +228,6 @@ def test_dropout_of_large_numbers_and_by_chance() -> None:
     assert abs(zeros - rate) < 5 * (rate * (1 - rate) / n) ** 0.5
     rows = ops.dropout(jnp.ones((64, 8)), 0.5, key=KEY, broadcast_dims=(1,)).data
     assert {len(set(row)) for row in np.asarray(rows).tolist()} == {1}
-
-
-@pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "relu", "sine", "softmax"])
-def test_unit_variance(name: str) -> None:
-    op = ops.softmax if name == "softmax" else ACTIVATIONS[name][0]
-
-    def centred(x):
-        # Factors divide by the standard deviation, and leave the mean where it is.
-        y = op(x, constraint=None).data
-        return y - jax.lax.stop_gradient(y.mean())
-
-    assert_unit(centred, (32, 64), bias=1 / 64 if name == "softmax" else 1 / 2048)
 
 
 def test_unit_variance_of_gates_and_dropout() -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.batching import compute, entry
 from unitscale import ops
 from unitscale.core import ScaledArray
 from unitscale.quant import Block, Dynamic, MatmulConfig, Unit
@@ -14,7 +15,7 @@ from unitscale.quant import Block, Dynamic, MatmulConfig, Unit
 from .conformance import (
     SCALES,
     assert_scales_are_constants,
-    assert_unit,
+    check_all,
     in_every_dtype,
     linear,
     normal,
@@ -194,7 +195,7 @@ test_scales_that_vary = under_scales(ALONG, {"dense": CASES["dense"]})
 def test_values_of_scales_that_vary(op, reference, shapes, scales) -> None:
     args = normal("vary", *shapes)
     operands, expected = scaled(args, scales), reference(*values(args, scales))
-    np.testing.assert_allclose(op(*operands).value, expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(jax.jit(op)(*operands).value, expected, rtol=1e-4, atol=1e-3)
     assert_scales_are_constants(
         op, *(ScaledArray(x, 2.0) for x in scaled(args, [None] * len(args)))
     )
@@ -203,30 +204,32 @@ def test_values_of_scales_that_vary(op, reference, shapes, scales) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_constraint(name: str) -> None:
     op, output, dx, weight = LAYERS[name]
+    args, table = normal(name, (*BATCH, IN), (IN, OUT)), {}
     for constraint in ("to_output_scale", "to_grad_input_scale", "gmean", "hmean", "amean", None):
         factors = (output, dx) if constraint is None else (mean(constraint, output, dx),) * 2
         given = functools.partial(op, constraint=constraint)
-        args = normal(name, (*BATCH, IN), (IN, OUT))
-        linear(given, affine, args, fwd=factors[0], bwd=(factors[1], weight))()
+        table[constraint] = linear(given, affine, args, fwd=factors[0], bwd=(factors[1], weight))
+    check_all(table)
 
 
 def test_scale_of_the_output() -> None:
     x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
-    assert ops.dense(x, w).scale is None
-    assert ops.dense(ScaledArray(x, 4.0), ScaledArray(w, 0.5)).scale == 2
-    per_channel = ops.dense(ScaledArray(x, 4.0), ScaledArray(w, jnp.array([[1.0, 2.0, 4.0]])))
+    dense = jax.jit(ops.dense)
+    assert dense(x, w).scale is None
+    assert dense(ScaledArray(x, 4.0), ScaledArray(w, 0.5)).scale == 2
+    per_channel = dense(ScaledArray(x, 4.0), ScaledArray(w, jnp.array([[1.0, 2.0, 4.0]])))
     np.testing.assert_array_equal(np.ravel(per_channel.scale), [4, 8, 16])
-    per_row = ops.dense(ScaledArray(x, jnp.array([[2.0], [4.0]])), w)
+    per_row = dense(ScaledArray(x, jnp.array([[2.0], [4.0]])), w)
     np.testing.assert_array_equal(per_row.scale, [[2], [4]])
     e8m0 = ScaledArray(w, jnp.asarray(8.0, jnp.float8_e8m0fnu))
-    np.testing.assert_array_equal(ops.dense(x, e8m0).value, ops.dense(x, 8 * w).value)
+    np.testing.assert_array_equal(dense(x, e8m0).value, dense(x, 8 * w).value)
     blocks = ScaledArray(w, jnp.array([[2.0, 4.0]]), block_shape=(4, 2))
-    np.testing.assert_array_equal(ops.dense(x, blocks).value[0], [4, 4, 8])
+    np.testing.assert_array_equal(dense(x, blocks).value[0], [4, 4, 8])
     column = jnp.array([[2.0], [4.0], [1.0], [1.0]])
     assert_scales_are_constants(ops.dense, ScaledArray(x, 4.0), ScaledArray(w, column))
     # Along the contraction the scale goes into the data, which stays in the range of float16.
     row = ScaledArray(jnp.ones((2, 4), jnp.float16), 2.0 ** jnp.array([14, 15, 15, 14]))
-    y = ops.dense(row, w.astype(jnp.float16))
+    y = dense(row, w.astype(jnp.float16))
     assert y.dtype == jnp.float16
     np.testing.assert_array_equal(y.value, (2**15 + 2**16) * 0.5)
 
@@ -234,26 +237,23 @@ def test_scale_of_the_output() -> None:
 BATCHES = [((2,), (2,)), ((2,), ()), ((), (2,)), ((1, 3), (2, 1)), ((2, 1), (1,)), ((1,), (1,))]
 
 
-@pytest.mark.parametrize("batches", BATCHES, ids=str)
-def test_matmul_counts_broadcasts(batches) -> None:
-    m, k, n = 2, 4, 3
-    left, right = batches
-    size = np.prod(np.broadcast_shapes(left, right))
-    factors = k**-0.5, (n * size / np.prod(left)) ** -0.5, (m * size / np.prod(right)) ** -0.5
-    args = normal("matmul", (*left, m, k), (*right, k, n))
-    for constraint in ("to_left_grad_scale", None):
+def test_matmul_counts_broadcasts_and_is_constrained() -> None:
+    m, k, n, table = 2, 4, 3, {}
+    rows = [(((), ()), c) for c in ("to_right_grad_scale", "gmean", "hmean", "amean")]
+    rows += [(b, c) for b in BATCHES for c in (None, "to_left_grad_scale")]
+    for batches, constraint in rows:
+        left, right = batches
+        size = np.prod(np.broadcast_shapes(left, right))
+        factors = k**-0.5, (n * size / np.prod(left)) ** -0.5, (m * size / np.prod(right)) ** -0.5
         shared = factors if constraint is None else (mean(constraint, *factors),) * 3
         op = functools.partial(ops.matmul, constraint=constraint)
-        linear(op, np.matmul, args, fwd=shared[0], bwd=shared[1:])()
+        args = normal("matmul", (*left, m, k), (*right, k, n))
+        table[batches, constraint] = linear(op, np.matmul, args, fwd=shared[0], bwd=shared[1:])
+    check_all(table)
 
 
-def test_matmul_constraints_and_scales_along_the_contraction() -> None:
-    args = normal("matmul", (2, 4), (4, 3))
-    for constraint in ("to_right_grad_scale", "gmean", "hmean", "amean"):
-        fwd = mean(constraint, 4**-0.5, 3**-0.5, 2**-0.5)
-        op = functools.partial(ops.matmul, constraint=constraint)
-        linear(op, np.matmul, args, fwd=fwd, bwd=(fwd, fwd))()
-    along = np.array([1.0, 4.0, 0.5, 2.0], np.float32)
+def test_scales_along_the_contraction() -> None:
+    args, along = normal("matmul", (2, 4), (4, 3)), np.array([1.0, 4.0, 0.5, 2.0], np.float32)
     for scales in ((along, None), (None, along[:, None])):
         found = ops.matmul(*scaled(args, scales)).value
         np.testing.assert_allclose(found, 0.5 * np.matmul(*values(args, scales)), rtol=1e-5)
@@ -291,7 +291,8 @@ def test_an_update_of_zero_leaves_the_base_as_it_is() -> None:
 
 def test_groups_without_rows() -> None:
     x, kernel, bias = scaled(normal("empty", *GROUPED), (None,) * 3)
-    for grad in jax.grad(lambda *w: jnp.sum(grouped(x, *w).value ** 2), (0, 1))(kernel, bias):
+    square = lambda *w: jnp.sum(grouped(x, *w).value ** 2)  # noqa: E731
+    for grad in jax.jit(jax.grad(square, (0, 1)))(kernel, bias):
         assert not np.any(grad[1])
         assert np.all(np.any(grad[::2], axis=-1))
     np.testing.assert_array_equal(GROUPS.of_rows(ROWS), [*OF_ROWS, 3])
@@ -310,9 +311,8 @@ PROMOTIONS = [
 ]
 
 
-@pytest.mark.parametrize("op", [ops.dense, ops.matmul], ids=["dense", "matmul"])
-def test_dtypes(op) -> None:
-    for x, kernel, expected in PROMOTIONS:
+def test_dtypes() -> None:
+    for op, (x, kernel, expected) in zip([ops.dense, ops.matmul] * 3, PROMOTIONS, strict=True):
         y, grads = pulled(op, jnp.full((2, 4), 3.0, x), jnp.full((4, 2), 64.0, kernel))
         assert y.dtype.name == expected
         np.testing.assert_array_equal(np.float32(y), 384)
@@ -334,21 +334,6 @@ def test_float16_factor_is_applied_to_the_wide_sum() -> None:
     _, vjp = jax.vjp(lambda x: ops.dense(x, w, constraint=None).data, x)
     (dx,) = vjp(jnp.full((1, 16), 2.0**-12, jnp.float16))
     np.testing.assert_array_equal(dx, np.float16(16 * 2.0**-26 * 16**-0.5))
-
-
-def test_unit_variance() -> None:
-    free = {"constraint": None}
-    assert_unit(functools.partial(ops.dense, **free), (4, 8, 24), (24, 16))
-    # Readout's output is meant to shrink with width.
-    readout = functools.partial(ops.readout, **free)
-    assert_unit(readout, (4, 8, 24), (24, 16), unit=(False, True, True))
-    assert_unit(functools.partial(ops.matmul, **free), (3, 1, 8, 16), (4, 16, 12))
-    # The input gradient has the factor of the forward pass.
-    assert_unit(ops.lora, (32, 64), (64, 16), (16, 48), unit=(True, False, True, True))
-    assert_unit(
-        lambda x, w, b: ops.einsum("btd,dhk->bthk", x, w, b - jax.lax.stop_gradient(b)),
-        *((4, 16, 64), (64, 8, 8), (8, 8)),
-    )
 
 
 def test_quantized_dense_against_a_manual_product() -> None:
@@ -373,28 +358,40 @@ def test_quantized_dense_against_a_manual_product() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-@pytest.mark.parametrize("scales", [(None, 8.0), (4.0, 0.25), (2.0**-60, 2.0**100)], ids=str)
-def test_a_kernels_scale_in_a_quantized_product(dtype: str, scales) -> None:
+def test_a_kernels_scale_in_a_quantized_product(dtype: str) -> None:
     """A factor of all three products, but for float16."""
     x, w, dy = (jnp.asarray(a) for a in normal("fp8", (2, 16, 32), (32, 32), (2, 16, 32)))
     x, dy = x.astype(dtype), dy.astype(dtype)
-    x_scale, w_scale = (None if s is None else jnp.float32(s) for s in scales)
     inside = dtype != "float16"
-    for strategy in (Unit(), Dynamic(), Block()):
-        op = functools.partial(ops.dense, config=MatmulConfig(strategy=strategy))
 
-        def data(scale, op=op):
+    def run(strategy, scales, x, w, dy):
+        op = functools.partial(ops.dense, config=MatmulConfig(strategy=strategy))
+        x_scale, w_scale = (None if s is None else jnp.float32(s) for s in scales)
+
+        def data(scale):
             f = lambda x, w: op(ScaledArray(x, x_scale), ScaledArray(w, scale)).data  # noqa: E731
             y, vjp = jax.vjp(f, x, w)
             return y, *vjp(dy)
 
-        scale = op(ScaledArray(x, x_scale), ScaledArray(w, w_scale)).scale
-        expected = x_scale if inside else w_scale * (1 if x_scale is None else x_scale)
-        np.testing.assert_array_equal(1.0 if scale is None else scale, expected or 1.0)
-        factor = np.float64(w_scale if inside else 1)
-        for one, other in zip(data(w_scale), data(None), strict=True):
-            assert one.dtype == other.dtype
-            np.testing.assert_allclose(np.float64(one), np.float64(other) * factor, rtol=2**-7)
+        return op(ScaledArray(x, x_scale), ScaledArray(w, w_scale)).scale, data(w_scale), data(None)
+
+    table = {
+        ("unit", (None, 8.0)): Unit(),
+        ("unit", (2.0**-60, 2.0**100)): Unit(),
+        ("dynamic", (4.0, 0.25)): Dynamic(),
+        ("block", (None, 8.0)): Block(),
+        ("block", (2.0**-60, 2.0**100)): Block(),
+    }
+    rows = {n: (functools.partial(run, s, n[1]), x, w, dy) for n, s in table.items()}
+    for name, (scale, ours, plain) in compute(rows).items():
+        with entry(name):
+            x_scale, w_scale = name[1]
+            expected = x_scale if inside else w_scale * (x_scale or 1)
+            np.testing.assert_array_equal(1.0 if scale is None else scale, expected or 1.0)
+            for one, other in zip(ours, plain, strict=True):
+                assert one.dtype == other.dtype
+                wanted = np.asarray(other).astype(np.float64) * (w_scale if inside else 1)
+                np.testing.assert_allclose(np.asarray(one).astype(np.float64), wanted, rtol=2**-7)
 
 
 def test_quantized_matmul_and_readout() -> None:
@@ -425,7 +422,7 @@ def test_scales_of_products_stay_in_range(dtype: str) -> None:
     }
     for name, (op, *shapes) in products.items():
         x, w = (jnp.asarray(a, dtype) for a in normal(name, *shapes))
-        x = x.at[0].set(0)  # and zeros stay zeros
+        x, op = x.at[0].set(0), jax.jit(op)  # and zeros stay zeros
         plain = np.asarray(op(x, w).value, np.float64)
         for powers in ((100, 100), (-100, -100), (100, -100)):
             total = sum(powers)

@@ -14,6 +14,7 @@ from .conformance import (
     assert_scales_are_constants,
     assert_unit,
     case,
+    check_all,
     in_every_dtype,
     linear,
     normal,
@@ -165,7 +166,7 @@ test_scales_of_residuals = under_scales(
 )
 
 
-@pytest.mark.parametrize("name", ["gated_sum", "gru", "lstm", "highway", "simple, residual"])
+@pytest.mark.parametrize("name", ["gated_sum", "gru", "simple, residual"])
 def test_scales_are_folded_into_a_state_without_one(name) -> None:
     op, _, args = TRUE[name].args
     scales = (0.25, 4.0, 0.5, 2.0)[: len(args)]
@@ -188,18 +189,23 @@ CONSTRAINTS = {
 
 
 def test_constraint() -> None:
+    table = {}
     for constraint, shared in CONSTRAINTS.items():
         op = functools.partial(ops.add, constraint=constraint)
-        linear(op, np.add, PAIR, fwd=shared or HALF, bwd=(shared or 1.0,) * 2)()
+        table[constraint] = linear(op, np.add, PAIR, fwd=shared or HALF, bwd=(shared or 1.0,) * 2)
+    check_all(table)
 
 
-@pytest.mark.parametrize("constraint", ["to_output_scale", None])
-def test_only_without_constraint_broadcasting_changes_a_factor(constraint) -> None:
+def test_only_without_constraint_broadcasting_changes_a_factor() -> None:
+    table = {}
     for shapes in (((2, 3, 4), (4,)), ((1, 3, 1), (2, 1, 4)), ((1,), (3, 4))):
         size = np.prod(np.broadcast_shapes(*shapes))
-        bwd = [HALF if constraint else (np.prod(s) / size) ** 0.5 for s in shapes]
-        op = functools.partial(ops.add, constraint=constraint)
-        linear(op, np.add, normal("add", *shapes), fwd=HALF, bwd=bwd)()
+        for constraint in ("to_output_scale", None):
+            bwd = [HALF if constraint else (np.prod(s) / size) ** 0.5 for s in shapes]
+            op = functools.partial(ops.add, constraint=constraint)
+            args = normal("add", *shapes)
+            table[shapes, constraint] = linear(op, np.add, args, fwd=HALF, bwd=bwd)
+    check_all(table)
 
 
 def test_a_broadcast_operand_off_a_cut_edge_has_the_true_gradient() -> None:
@@ -297,14 +303,7 @@ def test_a_shut_gate_keeps_the_state_and_an_open_one_takes_the_candidate() -> No
     assert float(tiny.data[0]) == pytest.approx(UPDATE * np.exp(-20.0), rel=1e-5)
 
 
-def test_unit_variance() -> None:
-    assert_unit(functools.partial(ops.add, constraint=None), (32, 32), (32, 32))
-    assert_unit(functools.partial(ops.add, constraint=None), (16, 64), (64,))
-    # The gradients of a weighted sum are the true ones: its weights, whose squares sum to 1.
-    weighted = functools.partial(ops.weighted_add, weights=(1, 3))
-    assert_unit(weighted, (32, 32), (32, 32), unit=[True, False, False])
-    for tau in (0.1, 3.0):
-        assert_unit(functools.partial(ops.residual_add, tau=tau), (32, 32), (32, 32))
+def test_a_simple_rnn_is_unit_for_every_activation() -> None:
     for f in (jnp.tanh, jnp.sin):
         op = functools.partial(residual_rnn, activation=f)
         assert_unit(op, *((64, 64),) * 3, unit=(True, False, False, False))

@@ -1,11 +1,13 @@
-"""Softmax: exact moments of softmax and of gates, limits, and unit variance in mixtures."""
+"""Moments of softmax, gates and attention, against samples and simulated stacks."""
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
 from unitscale import rules
+from unitscale.rules import AttentionContext, _attention as module
 from unitscale.rules._softmax import (
     causal_softmax_moments,
     gate_moments,
@@ -154,3 +156,195 @@ def test_mixture_and_router_are_unit(experts, top_k, mult, renormalize, assert_u
 
     assert_unit(trial, trials=250)
     assert router.bwd[0] == router.fwd
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("length", "mult", "rate"), [(48, 8.0, 0.0), (48, 1.0, 0.3), (32, 24.0, 0.0)]
+)
+def test_output_and_gradients_are_unit(length, mult, rate, is_causal, assert_unit) -> None:
+    head_dim, batch = 256, 2
+    factors = rules.dot_product_attention(
+        head_dim, length, is_causal=is_causal, mult=mult, dropout_rate=rate, constraint=None
+    )
+    scale = rules.logit_factor(head_dim, mult)
+    mask = np.tril(np.ones((length, length))) if is_causal else np.ones((length, length))
+
+    def trial(rng):
+        q, k, v, g = rng.standard_normal((4, batch, length, head_dim))
+        keep = (rng.random((batch, length, length)) >= rate) / (1 - rate)
+        z = scale * np.einsum("btd,bsd->bts", q, k)
+        p = np.exp(z - z.max(-1, keepdims=True)) * mask
+        p /= p.sum(-1, keepdims=True)
+        dp = np.einsum("btd,bsd->bts", g, v) * keep
+        dz = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+        return (
+            factors.fwd * (p * keep) @ v,
+            factors.bwd[2] * (p * keep).swapaxes(-1, -2) @ g,
+            *([] if rate else [factors.bwd[0] * dz @ k, factors.bwd[1] * dz.swapaxes(-1, -2) @ q]),
+        )
+
+    # Logits of d-dimensional vectors are normal only up to order mult^2 / d in their spread's
+    # spread.
+    assert_unit(trial, trials=100, bias=4 * mult**2 / head_dim / head_dim**0.5 + 2 / head_dim)
+
+
+def test_limits() -> None:
+    factors = rules.dot_product_attention(64, 128, is_causal=True)
+    assert factors.bwd == (factors.fwd,) * 3
+    dropped = rules.dot_product_attention(64, 128, is_causal=True, dropout_rate=0.36)
+    assert dropped.fwd == pytest.approx(0.8 * factors.fwd, rel=1e-15)
+    assert rules.dot_product_attention(32, 128, is_causal=True, mean_square=0.25).fwd == 2
+    # Wide heads average uniformly, and a single key has factors of one.
+    wide = rules.dot_product_attention(10**8, 256, is_causal=False)
+    assert wide.fwd == pytest.approx(16, rel=1e-7)
+    causal = rules.dot_product_attention(10**8, 256, is_causal=True)
+    assert causal.fwd == pytest.approx(np.mean(1 / np.arange(1, 257)) ** -0.5, rel=1e-4)
+    for is_causal in (False, True):
+        factors = rules.dot_product_attention(64, 1, is_causal=is_causal, constraint=None)
+        assert (factors.fwd, *factors.bwd) == pytest.approx((1.0,) * 4, rel=1e-9)
+
+
+LENGTH, HEADS, HEAD_DIM, LAYERS, TRIALS = 32, 8, 16, 3, 40
+GELU = 0.5 * float(np.sqrt(8 / np.pi))
+
+
+def gelu(x):
+    return x / (1 + np.exp(-2 * GELU * (x + 0.044715 * x**3)))
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+CASES = [
+    # causal, numpy activation, jax activation, gated, norm placement, tau
+    pytest.param(False, relu, jax.nn.relu, True, "post", 1.0, marks=pytest.mark.slow),
+    pytest.param(False, relu, jax.nn.relu, False, "none", 0.2, marks=pytest.mark.slow),
+    pytest.param(False, gelu, jax.nn.gelu, False, "pre", 0.5, marks=pytest.mark.slow),
+    pytest.param(True, gelu, jax.nn.gelu, True, "pre", 1.0, marks=pytest.mark.slow),
+    pytest.param(True, relu, jax.nn.relu, False, "post", 1.0, marks=pytest.mark.slow),
+    (True, gelu, jax.nn.gelu, False, "pre", 0.5),
+]
+
+
+def dense(rng, x, features):
+    return x @ rng.standard_normal((x.shape[-1], features), np.float32) / x.shape[-1] ** 0.5
+
+
+def normalize(x):
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True))
+
+
+def attend(rng, x, is_causal):
+    """The average of values under the weights of independent projections of unit inputs."""
+    q, k, v = (dense(rng, x, x.shape[-1]).reshape(LENGTH, HEADS, HEAD_DIM) for _ in range(3))
+    weights = np.exp(np.einsum("thd,shd->hts", q, k) / HEAD_DIM)
+    weights *= np.tril(np.ones((LENGTH, LENGTH))) if is_causal else 1
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("hts,shd->thd", weights, v).reshape(x.shape)
+
+
+def stack(rng, predicted, *, is_causal, f, fwd, gated, norm_placement, tau):
+    """Mean squares of the attention averages of a random stack made with the predicted factors."""
+    before = normalize if norm_placement == "pre" else lambda x: x
+    after = normalize if norm_placement == "post" else lambda x: x
+    x, found = rng.standard_normal((LENGTH, HEADS * HEAD_DIM), np.float32), []
+    for mean_square in predicted:
+        y = attend(rng, before(x), is_causal)
+        found.append(np.mean(y**2))
+        branch = dense(rng, y, x.shape[-1]) / np.sqrt(mean_square)
+        x = after((tau * branch + x) / np.hypot(1, tau))
+        up = dense(rng, before(x), 2 * x.shape[-1])
+        hidden = up * f(dense(rng, before(x), up.shape[-1])) if gated else f(up)
+        x = after((tau * dense(rng, fwd * hidden, x.shape[-1]) + x) / np.hypot(1, tau))
+    return found
+
+
+def simulate(is_causal, f, jax_f, gated, norm_placement, tau):
+    """Predicted mean squares, found ones over them, and the standard errors of these ratios."""
+    predicted = [
+        AttentionContext(
+            taus_below=(tau, tau) * layer,
+            activation=jax_f,
+            gated=gated,
+            norm_placement=norm_placement,
+        ).mean_square(HEAD_DIM, LENGTH, is_causal=is_causal)
+        for layer in range(LAYERS)
+    ]
+    fwd = (rules.glu if gated else rules.elementwise)(jax_f).fwd
+    rng = np.random.default_rng(7)
+    options = {"f": f, "fwd": fwd, "gated": gated, "norm_placement": norm_placement, "tau": tau}
+    found = np.array([stack(rng, predicted, is_causal=is_causal, **options) for _ in range(TRIALS)])
+    ratio = found / predicted
+    return np.asarray(predicted), ratio.mean(0), ratio.std(0, ddof=1) / np.sqrt(TRIALS)
+
+
+@pytest.mark.parametrize(("is_causal", "f", "jax_f", "gated", "norm_placement", "tau"), CASES)
+def test_predicted_mean_square_is_that_of_a_random_stack(
+    is_causal, f, jax_f, gated, norm_placement, tau
+) -> None:
+    _, ratio, error = simulate(is_causal, f, jax_f, gated, norm_placement, tau)
+    assert (error < 0.04).all(), f"too few samples to tell: standard errors {error}"
+    # Infinite width is assumed; a stack of finite width departs by a few inverse widths a layer.
+    finite_width = np.arange(LAYERS) * 4 / (HEADS * HEAD_DIM) + 2 / HEAD_DIM / HEAD_DIM
+    assert (np.abs(ratio - 1) <= 5 * error + finite_width).all(), (ratio, error)
+
+
+@pytest.mark.slow
+def test_without_norms_it_is_an_estimate_much_nearer_than_independence() -> None:
+    predicted, ratio, _ = simulate(True, relu, jax.nn.relu, False, "none", 0.2)
+    independent = ratio * predicted / predicted[0]
+    assert (np.abs(np.log(ratio[1:])) < 0.5 * np.abs(np.log(independent[1:]))).all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) -> None:
+    for length in (1, 7, 100, 1000):
+        found = AttentionContext().mean_square(32, length, is_causal=is_causal, mult=2.0)
+        factors = rules.dot_product_attention(32, length, is_causal=is_causal, mult=2.0)
+        # Groups of neighbours stand for their middle, which costs little beyond the first 64.
+        assert found == pytest.approx(factors.fwd**-2, rel=2e-3)
+    context = AttentionContext(taus_below=(0.5,) * 8)
+    grouped = context.mean_square(32, 300, is_causal=is_causal)
+
+    def forget() -> None:
+        for cached in (module._stream, module._keys):
+            cached.cache_clear()
+
+    single = property(lambda attention: np.ones(attention.length))
+    monkeypatch.setattr(module._Attention, "sizes", single)
+    forget()
+    every = context.mean_square(32, 300, is_causal=is_causal)
+    forget()
+    assert grouped == pytest.approx(every, rel=2e-3)
+
+
+def test_the_average_of_a_covariance() -> None:
+    """Against `A S A^T` by products of matrices, with a position in each group."""
+    length, spread = 12, 0.5
+    seen = np.tril(np.ones((length, length)))
+    average = seen / seen.sum(1, keepdims=True)
+    root = np.random.default_rng(0).standard_normal((length, length))
+    pair, own = root @ root.T * (1 - np.eye(length)), np.arange(1.0, length + 1)
+    found = module._Attention(length, True, spread)(module._Covariance(pair, own))
+    wanted = average @ (pair + np.diag(own)) @ average.T
+    apart = ~np.eye(length, dtype=bool)
+    np.testing.assert_allclose(found.pair[apart], wanted[apart], rtol=1e-12)
+    square, _ = moments_by_size(seen.sum(1), spread)
+    variance = np.diag(average @ pair @ average.T) + square * (average @ own)
+    np.testing.assert_allclose(found.variance, variance, rtol=1e-12)
+
+
+def test_a_deep_stack_integrates_the_softmax_once(monkeypatch) -> None:
+    """The moments of attention are computed once for all layers."""
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return moments_by_size(*arguments)
+
+    monkeypatch.setattr(module, "moments_by_size", counted)
+    for layer in range(8):
+        AttentionContext(taus_below=(0.5, 0.25) * layer).mean_square(32, 77, is_causal=True)
+    assert len(calls) == 1
