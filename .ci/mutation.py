@@ -38,7 +38,7 @@ OPERATORS = {n: get_operator(n)() for n in operator_names() if not any(x in n fo
 
 
 def draw(root: Path, size: int, seed: int) -> list[tuple[dict[str, Any], str]]:
-    """Draw mutants that change no message, type or assertion, and their sources; a place has one."""
+    """Draw mutants, with their sources: one at a place, none of messages, types and assertions."""
     places: dict[tuple[str, int, int], list[dict[str, Any]]] = defaultdict(list)
     for path in (p for name in PACKAGES for p in (root / "unitscale" / name).glob("_[a-z]*.py")):
         source, name = path.read_text("utf-8"), path.relative_to(root).as_posix()

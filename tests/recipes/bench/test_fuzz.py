@@ -1,27 +1,18 @@
-"""Random programs: what is right agrees, what is wrong is found and made small."""
-
-from typing import Any
+"""Random programs: what is right agrees, and what no law holds for is left out."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from recipes.bench import fuzz
-from recipes.bench.fuzz import Input, Program, smaller
+from recipes.bench.fuzz import Input, Program
 
 FOUR = np.float32(4.0)
 ONES = Input(np.asarray([[1.5, -2.0], [0.25, 3.0]], np.float16), FOUR)
 # Its square has an element that is 30 times smaller than its terms.
-CANCELLING = Input(
-    np.asarray(
-        [
-            [1.2072396278381348, -0.41470029950141907, 1.1903159618377686],
-            [-0.2203541249036789, 0.37884005904197693, -0.6576271057128906],
-            [-1.5373873710632324, -0.023511821404099464, 1.396000862121582],
-        ],
-        np.float32,
-    )
-)
+CANCELLING = [[1.2072396278381348, -0.41470029950141907, 1.1903159618377686]]
+CANCELLING += [[-0.2203541249036789, 0.37884005904197693, -0.6576271057128906]]
+CANCELLING += [[-1.5373873710632324, -0.023511821404099464, 1.396000862121582]]
 EIGHT = np.asarray([[-0.40625, 0.9375, -0.0546875]], jnp.float8_e4m3fn)
 
 
@@ -31,9 +22,8 @@ def program(kind: str, *lines: str, **inputs: Input) -> Program:
 
 
 def test_a_number_names_a_program() -> None:
-    first, again, other = fuzz.draw(0, 3), fuzz.draw(0, 3), fuzz.draw(1, 3)
-    assert first.source() == again.source()
-    assert fuzz.listing(first) == fuzz.listing(again) != fuzz.listing(other)
+    first, again, other = (fuzz.listing(fuzz.draw(seed, 3)) for seed in (0, 0, 1))
+    assert first == again != other
 
 
 RIGHT = [
@@ -45,7 +35,7 @@ RIGHT = [
     program("optim", "step('adagrad', i0, i0)", i0=Input(np.asarray([[0.1, 0.7]]), FOUR)),
     # What is rounded to 8 bits may lie on either side of what was not.
     program("quant", "q8(i0, 'e5m2')", "v0 > i0", i0=Input(np.float16([1.2041015625]), FOUR)),
-    program("operators", "i0 @ i0", i0=CANCELLING),
+    program("operators", "i0 @ i0", i0=Input(np.float32(CANCELLING))),
     # The magnitude of complex numbers is rounded.
     program("scalify", "jnp.abs(jnp.fft.fft(i0))", "jnp.minimum(v0, i0)", i0=Input(EIGHT, FOUR)),
     # E4M3 has no infinity.
@@ -62,25 +52,6 @@ def test_what_is_right_agrees(tried: Program) -> None:
     assert fuzz.check(tried) is None
 
 
-def test_what_is_wrong_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sine that is wrong, in the middle of a program."""
-    wrong = {**fuzz.SCALED, "jnp": _Wrong()}
-    monkeypatch.setattr(fuzz, "SCALED", wrong)
-    tried = program("operators", "i0 + 1", "jnp.sin(v0)", "v1 * 3", "abs(i1)", i1=ONES)
-    assert fuzz.check(tried)
-    small = smaller(tried, fuzz.check)
-    assert [text for _, text in small.lines] == ["i0 + 1", "jnp.sin(v0)"]
-    assert list(small.inputs) == ["i0"]
-
-
-class _Wrong:
-    def __getattr__(self, name: str) -> Any:
-        return getattr(jnp, name)
-
-    def sin(self, x: Any) -> Any:
-        return jnp.sin(x) * 1.25
-
-
 def test_what_no_law_holds_for_is_left_out() -> None:
     far = ONES._replace(scale=np.float32(2.0**60))
     assert fuzz.check(program("scalify", "i0 * i0 * i0", i0=far)) == ""
@@ -89,8 +60,3 @@ def test_what_no_law_holds_for_is_left_out() -> None:
     # Zeros, too, have scales whose product is out of range.
     zeros = Input(np.zeros((2, 2), np.float32), np.float32(2.0**97))
     assert fuzz.check(program("operators", "i0 @ i0", i0=zeros)) == ""
-
-
-def test_a_listing_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(fuzz.listing(program("scalify", "jnp.tanh(i0)")), {})
-    assert "ScaledArray(float16[2,2]" in capsys.readouterr().out
