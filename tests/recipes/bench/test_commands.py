@@ -176,18 +176,6 @@ def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert "width 7" in capsys.readouterr().err
 
 
-def test_attention_is_traced_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    attention = lambda q, *_, implementation=None: asked.append(implementation)  # noqa: E731
-    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-    x = jnp.ones((1, 1, 1, 8))
-    with step.fused_attention():
-        jax.nn.dot_product_attention(x, x, x)
-        jax.nn.dot_product_attention(x, x, x, implementation="xla")
-    assert asked == ["cudnn", "xla"]
-    assert jax.nn.dot_product_attention is attention
-
-
 def test_rows_and_shapes_are_valid() -> None:
     for shape in step.SHAPES:
         configs = {row: step.config_of(shape, row) for row in (step.ROWS | step.MORE)}
@@ -228,6 +216,7 @@ def test_h200(bench: Any, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "hlo").iterdir()} == names
 
 
+@pytest.mark.slow
 def test_overhead(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"fp8": (1, ("policy=fp8", "data.sequence_length=8", "data.batch_size=2"))}
     monkeypatch.setattr(overhead, "COMPILED", one)
@@ -239,8 +228,8 @@ def test_overhead(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fuzz(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    (rows,) = bench("fuzz", "--programs", "4")
-    assert sum(row["agree"] + row["left out"] for row in rows) == 4
+    (rows,) = bench("fuzz", "--programs", "2")
+    assert sum(row["agree"] + row["left out"] for row in rows) == 2
     assert all(row["within"] for row in rows)
 
     class Wrong:
@@ -252,8 +241,7 @@ def test_fuzz(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
 
     # A sine that is wrong, in the middle of a program: found, and made small.
     lines = {"v0": "i0 + 1", "v1": "jnp.sin(v0)", "v2": "v1 * 3", "v3": "abs(i1)"}
-    ones = fuzz.Input(np.float16([[1.5, -2.0]]), np.float32(4))
-    tried = fuzz.Program("operators", {"i0": ones, "i1": ones}, tuple(lines.items()))
+    tried = program("operators", *lines.values(), i1=ONES)
     assert fuzz.check(tried) is None
     monkeypatch.setattr(fuzz, "SCALED", fuzz.SCALED | {"jnp": Wrong()})
     assert fuzz.check(tried)
@@ -261,5 +249,50 @@ def test_fuzz(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert small.lines == tuple(lines.items())[:2]
     assert list(small.inputs) == ["i0"]
     exec(fuzz.listing(small), {})
-    *_, ours, theirs = capsys.readouterr().out.splitlines()
-    assert ours == theirs != ""
+    ours, theirs = capsys.readouterr().out.split("[Array")[1:]
+    assert ours.strip() == theirs.strip()
+
+
+ONES = fuzz.Input(np.float16([[1.5, -2.0], [0.25, 3.0]]), np.float32(4))
+EIGHT = fuzz.Input(np.asarray([[-0.40625, 0.9375, -0.0546875]], jnp.float8_e4m3fn), np.float32(4))
+
+
+def program(kind: str, *lines: str, **inputs: fuzz.Input) -> fuzz.Program:
+    named = tuple((f"v{i}", text) for i, text in enumerate(lines))
+    return fuzz.Program(kind, {"i0": ONES, **inputs}, named)
+
+
+RIGHT = [
+    program("ops", "ops.gelu(i0)", "v0.sum(-1)"),
+    program("quant", "product(i0, i0)"),
+    program("scalify", "jnp.tanh(i0)", "v0 @ i0"),
+    program("control", "lax.scan(lambda c, v: (c * 0.5 + v, c), i0[0], i0)[1]"),
+    # An optimizer computes in float32.
+    program("optim", "step('adagrad', i0, i0)", i0=ONES._replace(data=np.float64([[0.1, 0.7]]))),
+    # What is rounded to 8 bits may lie on either side of what was not.
+    program("quant", "q8(i0, 'e5m2')", "v0 > i0", i0=ONES._replace(data=np.float16([1.2041]))),
+    # The magnitude of complex numbers is rounded.
+    program("scalify", "jnp.abs(jnp.fft.fft(i0))", "jnp.minimum(v0, i0)", i0=EIGHT),
+    # E4M3 has no infinity.
+    program("quant", "q8(i0)", "v0 + 1", i0=ONES._replace(data=np.float32([0.0, np.inf]))),
+    # Of NaN times what is no maximum the compiler makes zero.
+    program("control", "i0.max(-1)", i0=ONES._replace(data=np.float32([[np.nan, 1.0]]))),
+]
+SLOW = [pytest.param(tried, marks=pytest.mark.slow) for tried in RIGHT[2:]]
+
+
+@pytest.mark.parametrize("tried", [*RIGHT[:2], *SLOW], ids=lambda p: f"{p.kind} {p.lines[-1][1]}")
+def test_fuzz_finds_that_what_is_right_agrees(tried: fuzz.Program) -> None:
+    assert fuzz.check(tried) is None
+
+
+def test_fuzz_leaves_out_what_no_law_holds_for() -> None:
+    far = ONES._replace(scale=np.float32(2.0**60))
+    assert fuzz.check(program("scalify", "i0 * i0 * i0", i0=far)) == ""
+    assert fuzz.check(program("scalify", "i0 @ i0[0, 0]")) == ""
+    assert fuzz.check(program("quant", "product(i0, i0[0])")) == ""
+    # Zeros, too, have scales whose product is out of range.
+    zeros = fuzz.Input(np.zeros((2, 2), np.float32), np.float32(2.0**97))
+    assert fuzz.check(program("operators", "i0 @ i0", i0=zeros)) == ""
+    first, again, other = (fuzz.listing(fuzz.draw(seed, 3)) for seed in (0, 0, 1))
+    assert first == again != other
