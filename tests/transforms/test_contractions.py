@@ -20,14 +20,6 @@ def scale_of(function: Callable[..., Any], *args: Any) -> float:
     return float(scalify(lambda *a: get_data_scale(function(*a))[1])(*args))
 
 
-@pytest.mark.parametrize("width", [1, 48, 1024])
-def test_dot_grows_by_the_root_of_the_contraction(width: int) -> None:
-    x = ScaledArray(jnp.ones((2, width)), jnp.float32(4.0))
-    w = ScaledArray(jnp.ones((width, 3)), jnp.float32(0.5))
-    expected = 2.0 * 2.0 ** round(np.log2(np.sqrt(width)))
-    assert scale_of(lambda a, b: a @ b, x, w) == expected
-
-
 def test_plain_numbers_carry_their_own_magnitude() -> None:
     """Known or not, a number is split into mantissa and scale; data stays at unit size."""
     x = ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(1.0))

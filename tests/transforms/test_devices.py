@@ -47,32 +47,32 @@ def test_collectives_inside_shard_map(name: str, mesh: Mesh) -> None:
     np.testing.assert_allclose(actual, program(x), atol=2e-3 * np.abs(program(x)).max())
 
 
-def test_a_sum_of_8_bits_over_devices_is_of_16(mesh: Mesh) -> None:
-    program = jax.shard_map(
-        lambda a: a * lax.psum(a, "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d")
-    )
-    x = ScaledArray(jnp.asarray([1.875, -0.0546875], jnp.float8_e4m3fn), jnp.float32(4.0))
-    np.testing.assert_allclose(to_array(scalify(program)(x)), program(x.value), rtol=2.0**-8)
+HALVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "a sum of 8 bits": (
+        lambda x: x * lax.psum(x, "d"),
+        ScaledArray(jnp.asarray([1.875, -0.0546875], jnp.float8_e4m3fn), jnp.float32(4.0)),
+    ),
+    "a large sum": (
+        lambda x: x / lax.psum(x * 2, "d"),
+        as_scaled(jnp.full((2, 4), 60000.0), dtype=jnp.float16),
+    ),
+    "a mean": (
+        lambda x: x / lax.pmean(1 + abs(x), "d"),
+        as_scaled(jnp.asarray([1.0, 2.0]), dtype=jnp.float16),
+    ),
+}
 
 
-def test_gradients_through_a_mean_over_devices(mesh: Mesh) -> None:
-    program = jax.shard_map(
-        lambda a: a / lax.pmean(1 + abs(a), "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d")
-    )
-    gradient = jax.grad(lambda x: jnp.sum(jnp.asarray([1.0, 0.5], x.dtype) * program(x)))
-    x = as_scaled(jnp.asarray([1.0, 2.0]), dtype=jnp.float16)
-    actual = to_array(jax.jit(scalify(gradient))(x))
-    np.testing.assert_allclose(actual, gradient(x.value), rtol=2e-3)
-
-
-def test_a_float16_sum_over_devices_does_not_overflow(mesh: Mesh) -> None:
-    x = as_scaled(jnp.full((2, 4), 60000.0), dtype=jnp.float16)
-    program = jax.shard_map(
-        lambda v: lax.psum(v * 2, "d"), mesh=mesh, in_specs=P("d"), out_specs=P()
-    )
-    result = jax.jit(scalify(program))(x)
-    assert result.dtype == jnp.float16
-    np.testing.assert_allclose(result.value, 240000.0, rtol=1e-3)
+@pytest.mark.parametrize("name", HALVES)
+def test_narrow_sums_over_devices_and_their_gradients(name: str, mesh: Mesh) -> None:
+    function, x = HALVES[name]
+    program = jax.shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    weights = jnp.cos(jnp.arange(x.size)).reshape(x.shape)
+    both = lambda x: (program(x), jax.grad(lambda x: jnp.sum(weights * program(x)))(x))  # noqa: E731
+    found = to_array(jax.jit(scalify(both))(x))
+    for actual, expected in zip(found, both(x.value.astype(jnp.float32)), strict=True):
+        atol = 2.0**-8 * np.abs(expected).max()
+        np.testing.assert_allclose(np.float32(actual), expected, rtol=0, atol=atol)
 
 
 SPREADING: dict[str, Callable[[Any], Any]] = {
