@@ -88,6 +88,14 @@ def test_constant_fills_take_the_scale_of_the_other_operand(fill: float) -> None
     np.testing.assert_array_equal(result.value[1], np.float32(fill))
 
 
+def test_gradient_of_a_maximum_of_different_scales() -> None:
+    x = as_scaled(jnp.asarray([1.0, 300.0, -2.0]), dtype=jnp.float16)
+    y = as_scaled(jnp.asarray([2e-3, -1e-3, 1e-3]), dtype=jnp.float16)
+    gradient = scalify(jax.grad(lambda a, b: jnp.sum(jnp.maximum(a, b)), argnums=(0, 1)))(x, y)
+    np.testing.assert_array_equal(to_array(gradient[0]), [1.0, 1.0, 0.0])
+    np.testing.assert_array_equal(to_array(gradient[1]), [0.0, 0.0, 1.0])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_results_beyond_16_bits_are_kept(dtype: Any) -> None:
     x = as_scaled(jnp.asarray([20.0, 30.0, -30.0]), dtype=dtype)

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from unitscale import ScaledArray, as_scaled, to_array
-from unitscale.transforms import register, scalify, unlisted
+from unitscale.transforms import coverage, register, scalify, unlisted
 
 
 def test_static_arguments() -> None:
@@ -244,3 +244,4 @@ def test_every_differentiable_primitive_is_listed() -> None:
     """Kernels of Pallas are not asked for, though it is imported."""
     importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
     assert unlisted() == []
+    assert all(name in coverage() for name in ("`dot_general`", "`scan`", "`custom_vjp_call`"))
