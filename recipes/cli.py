@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .bench import BENCHMARKS
+from .bench import BENCHMARKS, ELSEWHERE
 from .config import RunConfig
 from .errors import RecipeError, complain, told_by
 from .registry import load_config
@@ -240,10 +240,11 @@ def _register(name: str, summary: str) -> None:
 
     @bench.command(name, help=summary, context_settings=context)
     def run(context: typer.Context) -> None:
-        module = importlib.import_module(f"recipes.bench.{name}")
+        module, function, *options = ELSEWHERE.get(name, (name, "main"))
+        main = getattr(importlib.import_module(f"recipes.bench.{module}"), function)
         command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        command.command(help=summary)(module.main)
-        command(context.args, prog_name=f"python -m recipes bench {name}")
+        command.command(help=summary)(main)
+        command([*options, *context.args], prog_name=f"python -m recipes bench {name}")
 
 
 for _name, _summary in BENCHMARKS.items():

@@ -35,7 +35,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("deterministic")
 keep_mlir_contexts()
 gc.set_threshold(100_000, 50, 100)  # tracing makes many objects, few of them garbage
-collect_ignore = ["mutation"]  # a program, which needs packages of its own
 _MOST_MEMORY = 5 * 2**29  # bytes, of each process
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
 _NEEDS = {

@@ -1,7 +1,7 @@
 """Measurements behind the figures of README.md and the page of results.
 
 `python -m recipes bench NAME` prints one: tables as text, with `--json FILE` also as JSON with
-command, versions, machine and commit. A module of this package has a `main` function for each.
+command, versions, machine and commit. Each is the `main` of a module of its name, or `ELSEWHERE`.
 """
 
 BENCHMARKS = {
@@ -17,3 +17,5 @@ BENCHMARKS = {
     "fuzz": "random programs on ScaledArrays that agree with float64, values and gradients",
 }
 """Name to what it measures. Modules are imported when asked for."""
+ELSEWHERE = {"h200": ("step", "main", "--on", "h200"), "scalify": ("overhead", "scalified")}
+"""Module, function and options."""

@@ -80,27 +80,19 @@ def h200_available() -> bool:
 def h200_topology(devices: int = 1) -> topologies.TopologyDescription:
     """Describe a host with this many H200s; its `devices` make a `jax.sharding.Mesh`."""
     if not h200_available():
-        raise ImportError(
-            "recipes.bench.aot: compiling for an H200 needs the CUDA plugin for JAX, which is not "
-            f'installed; run pip install "jax-cuda13-plugin=={jax.__version__}" '
-            '"nvidia-cuda-nvcc==13.*" nvidia-nvvm'
-        )
+        packages = f'"jax-cuda13-plugin=={jax.__version__}" "nvidia-cuda-nvcc==13.*" nvidia-nvvm'
+        raise ImportError(f"An H200 needs the CUDA plugin for JAX; run pip install {packages}")
     return topologies.get_topology_desc(
         platform="cuda", topology_name="", topology=f"1x{devices}x1", target_config=_TARGET
     )
 
 
 def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax.stages.Compiled:
-    """Compile a function for an H200. Run it with `JAX_PLATFORMS=cpu`.
+    """Compile a function for an H200, with `JAX_PLATFORMS=cpu`; it can be read but not called.
 
-    The result can be read (`as_text()`, `memory_analysis()`) but not called. A function that was
-    jitted and traced for these shapes before is not traced again.
-
-    Args:
-      f: The function, jitted or not.
-      args: Arrays or `jax.ShapeDtypeStruct`, on one H200 where they have no sharding; for several
-        devices shard every argument over the devices of `h200_topology`.
-      triton: Whether XLA may write its own kernels for small matmuls, unlike for large ones.
+    Arguments are arrays or `jax.ShapeDtypeStruct`, on one H200 where they have no sharding; for
+    several devices shard every one over those of `h200_topology`. With `triton` XLA may write its
+    own kernels for small matmuls.
     """
     # A new function, so that JAX traces it again.
     untraced = functools.wraps(f)(lambda *args: f(*args))
@@ -108,8 +100,8 @@ def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax
     on_one = jax.sharding.SingleDeviceSharding(h200_topology().devices[0])
 
     def placed(leaf: Any) -> Any:
-        sharded = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
-        if sharded or not hasattr(leaf, "dtype"):
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        if (is_shape and leaf.sharding is not None) or not hasattr(leaf, "dtype"):
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_one)
 
@@ -151,7 +143,6 @@ class Total(NamedTuple):
     label: str
     seconds: float
     bytes: float
-    flops: float
     kernels: int
 
 
@@ -167,21 +158,22 @@ class Roofline(NamedTuple):
 
     def by_kind(self) -> list[Total]:
         """Totals of each kind of kernel, the longest first."""
-        return _totals(self.kernels, "kind")
+        return _totals(self.kernels, lambda kernel: kernel.kind)
 
     def by_place(self) -> list[Total]:
         """Totals of each place that XLA's own element-wise kernels come from, longest first."""
-        return _totals([k for k in self.kernels if k.kind in (MEMORY, ARITHMETIC)], "place")
+        own = [k for k in self.kernels if k.kind in (MEMORY, ARITHMETIC)]
+        return _totals(own, lambda kernel: kernel.place)
 
 
-def _totals(kernels: Iterable[Kernel], label: str) -> list[Total]:
+def _totals(kernels: Iterable[Kernel], label: Callable[[Kernel], str]) -> list[Total]:
     groups: dict[str, list[Kernel]] = collections.defaultdict(list)
     for kernel in kernels:
-        groups[getattr(kernel, label)].append(kernel)
-    totals = []
-    for name, group in groups.items():
-        seconds, size = sum(k.seconds for k in group), sum(k.bytes for k in group)
-        totals.append(Total(name, seconds, size, sum(k.flops for k in group), len(group)))
+        groups[label(kernel)].append(kernel)
+    totals = [
+        Total(name, sum(k.seconds for k in group), sum(k.bytes for k in group), len(group))
+        for name, group in groups.items()
+    ]
     return sorted(totals, key=lambda t: -t.seconds)
 
 
@@ -190,18 +182,13 @@ def roofline(compiled: jax.stages.Compiled | str) -> Roofline:
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     program = parse_hlo(text)
     if not program.computations.get(program.entry):
-        raise ValueError(
-            "recipes.bench.aot.roofline: expected the text of an optimized HLO program; got "
-            f"{text.strip()[:60]!r}. Give jax.jit(f).lower(...).compile()."
-        )
+        raise ValueError(f"expected an optimized HLO program; got {text.strip()[:60]!r}")
     projection = _Projection(program)
     kernels = tuple(projection.kernels(program.entry, 1))
     return Roofline(kernels, projection.uncounted)
 
 
 class _Projection:
-    """Work, traffic and time of the kernels of one program."""
-
     def __init__(self, program: HloProgram):
         self.program, self.uncounted = program, 0
         self.needed = functools.cache(self._needed)
@@ -241,15 +228,9 @@ class _Projection:
             inside = reversed(self.program.computations[i.calls[0]].values())
             has_name = (j for j in inside if j.quoted("op_name") and j.opcode != "parameter")
             named = next(has_name, i)
-        return Kernel(
-            name=i.name,
-            kind=kind,
-            seconds=runs * max(seconds, matmul_seconds),
-            bytes=runs * size,
-            flops=runs * flops,
-            op_name=named.quoted("op_name"),
-            source=user_line(self.program, named),
-        )
+        seconds, source = runs * max(seconds, matmul_seconds), user_line(self.program, named)
+        op_name = named.quoted("op_name")
+        return Kernel(i.name, kind, seconds, runs * size, runs * flops, op_name, source)
 
     def operands(self, i: HloInstruction) -> list[HloInstruction]:
         body = self.program.computations[i.computation]
@@ -266,7 +247,14 @@ class _Projection:
         call = next((j for j in inside if j.opcode == "custom-call"), None)
         target = call.quoted("custom_call_target") if call else ""
         if call and "fmha" in target:
-            flops = self.attention_flops(call, "Backward" in target)
+            # Two matmuls over all pairs of query and key, five backward; half if causal.
+            q, k = (o.shape for o in self.operands(call)[:2])  # (batch, time, heads, d)
+            weights = re.search(
+                r'"intermediate_tensor_shape":\s*\{[^\]]*"(\d+)"\]', call.attributes
+            )
+            flops = 4.0 * math.prod(q) * (int(weights[1]) if weights else k[1])
+            flops *= 0.5 if "CAUSAL" in call.attributes else 1.0
+            flops *= 2.5 if "Backward" in target else 1.0
             return ATTENTION, flops / ATTENTION_FLOPS, flops
         if call and not re.search("gemm|matmul", target):
             return LIBRARY, 0.0, 0.0
@@ -274,15 +262,13 @@ class _Projection:
         if not found:
             return MEMORY, 0.0, 0.0
         flops = [self.matmul_flops(j) for j in found]
-        kind = self.matmul_kind(found[flops.index(max(flops))])
-        return kind, sum(flops) / FLOPS[kind], sum(flops)
-
-    def matmul_kind(self, matmul: HloInstruction) -> str:
-        """The format that a matmul multiplies in is that of its wider operand."""
+        # The format that a matmul multiplies in is that of its wider operand.
+        matmul = found[flops.index(max(flops))]
         wide = max(bits(o.dtype) for o in self.operands(matmul)[:2])
         highest = re.search(r"operand_precision\W+highest", matmul.attributes, re.IGNORECASE)
         exact = "exact " if wide == 32 and highest else ""
-        return "FP8 products" if wide <= 8 else f"{exact}{wide}-bit products"
+        kind = "FP8 products" if wide <= 8 else f"{exact}{wide}-bit products"
+        return kind, sum(flops) / FLOPS[kind], sum(flops)
 
     def matmul_flops(self, i: HloInstruction) -> float:
         left, right = (o.shape for o in self.operands(i)[:2])
@@ -292,14 +278,6 @@ class _Projection:
         batch = math.prod(i.shape[:-2])
         square = math.prod(left) * math.prod(right) / max(math.prod(i.shape) * batch, 1)
         return 2.0 * math.prod(i.shape) * math.sqrt(square)
-
-    def attention_flops(self, i: HloInstruction, backward: bool) -> float:
-        """Two matmuls over all pairs of query and key, five backward; half if causal."""
-        q, k = (o.shape for o in self.operands(i)[:2])  # (batch, time, heads, d)
-        weights = re.search(r'"intermediate_tensor_shape":\s*\{[^\]]*"(\d+)"\]', i.attributes)
-        keys = int(weights[1]) if weights else k[1]
-        causal = 0.5 if "CAUSAL" in i.attributes else 1.0
-        return 4.0 * math.prod(q) * keys * causal * (2.5 if backward else 1.0)
 
     def moved(self, i: HloInstruction) -> float:
         """Bytes that a kernel reads and writes; what a fusion computes inside costs nothing."""

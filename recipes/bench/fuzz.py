@@ -2,13 +2,12 @@
 
     python -m recipes bench fuzz --programs 1000 --seed 0
 
-Programs of six kinds are drawn (`KINDS`): operators and ops on ScaledArrays, FP8 matmuls, steps of
-scaled optimizers, and plain programs under scalify, with and without control flow, data-dependent
-loops, shard_map and optimizers. A program is Python source, so that what is tried is what is
-printed. One that differs by more than rounding can explain is cut down and printed, ready to run.
+Programs of six kinds are drawn (`KINDS`), as Python source: operators and ops on ScaledArrays, FP8
+matmuls, steps of scaled optimizers, and plain programs under scalify, also with control flow.
+One that differs by more than rounding can explain is cut down and printed, ready to run.
 
-What rounding can explain is measured: the float64 program is run again with every arithmetic result
-moved by as much as the format rounds, at random, and the largest of those changes is the unit.
+What rounding can explain is measured: the float64 program runs again with every arithmetic result
+moved at random by as much as the format rounds, and the largest of those changes is the unit.
 Programs whose numbers come near the ends of the range of scales are left out.
 """
 
@@ -29,7 +28,7 @@ import optax
 import typer
 import yaml
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
 from unitscale import ScaledArray, ops, optim, quant, to_array
@@ -40,7 +39,6 @@ from . import runs
 
 def main(
     programs: Annotated[int, typer.Option(min=1, help="how many are drawn")] = 1000,
-    first: Annotated[int, typer.Option(min=0, help="number of the first")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="each program has a seed of its own")] = 0,
     json: runs.JsonPath = None,
 ) -> None:
@@ -52,7 +50,7 @@ def main(
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     counts: dict[str, dict[str, int]] = {}
-    for number in range(first, first + programs):
+    for number in range(programs):
         program = draw(seed, number)
         verdict = check(program)
         row = counts.setdefault(program.kind, dict.fromkeys(("agree", "left out", "differ"), 0))
@@ -61,12 +59,9 @@ def main(
             small = smaller(program, check)
             print(f"# seed {seed}, program {number}: {check(small) or verdict}\n{listing(small)}\n")
         if number % 1000 == 999:
-            print(f"# up to program {number}: {counts}", flush=True)
             jax.clear_caches()  # what is kept in memory of 1,000 programs takes some GiB
-    rows = [
-        {"programs": kind, **row} | runs.asked(row["differ"], 0)
-        for kind, row in sorted(counts.items())
-    ]
+    found = sorted(counts.items())
+    rows = [{"programs": kind, **row} | runs.asked(row["differ"], 0) for kind, row in found]
     runs.publish("fuzz", [runs.Table(f"Random programs, seed {seed}", rows)], json)
 
 
@@ -79,8 +74,8 @@ def _expressions(*parts: str) -> list[str]:
     return re.split(r" \| |\n", "\n".join(_LISTED["parts"][part].strip() for part in parts))
 
 
+# How often a kind is drawn, and what its programs are made of.
 KINDS = {k: (share, _expressions(*parts)) for k, (share, *parts) in _LISTED["kinds"].items()}
-"""How often a kind is drawn, and what its programs are made of."""
 DIRECT = ("operators", "ops", "optim")  # computed by ScaledArray and the library, without scalify
 SCALIFIED = ("scalify", "control")
 FORMATS = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "float64"]
@@ -151,28 +146,20 @@ def _plain_product(x: Any, y: Any) -> Any:
 
 
 def _product(x: Any, y: Any) -> Any:
-    return quant.scaled_matmul(
-        _q8(x), _q8(y), quant.Contraction("ik", "kj", "ij"), 1.0, jnp.float32
-    )
+    contraction = quant.Contraction("ik", "kj", "ij")
+    return quant.scaled_matmul(_q8(x), _q8(y), contraction, 1.0, jnp.float32)
 
 
 class _PlainOps:
-    """`unitscale.ops` on plain arrays, with plain results."""
-
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: to_array(getattr(ops, name)(*args, **kwargs))
 
 
+# What a program may call, on plain arrays and on ScaledArrays.
 PLAIN = {"jax": jax, "jnp": jnp, "lax": lax, "newton": _newton, "parts": _parts}
-SCALED = {
-    **PLAIN,
-    "ops": ops,
-    "q8": _q8,
-    "product": _product,
-    "step": functools.partial(_step, scaled=True),
-}
+SCALED = PLAIN | {"ops": ops, "q8": _q8, "product": _product}
+SCALED["step"] = functools.partial(_step, scaled=True)
 PLAIN |= {"ops": _PlainOps(), "q8": _rounded, "product": _plain_product, "step": _step}
-"""Functions that a program may call: on plain arrays, and on ScaledArrays."""
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -192,11 +179,6 @@ class Input(NamedTuple):
         scale = 1.0 if self.scale is None else self.scale.astype(np.float64)
         return self.data.astype(np.float64) * scale
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether zeros have a scale, by which products of it may leave the range."""
-        return self.scale is not None and not self.value.any()
-
 
 @dataclass(frozen=True)
 class Program:
@@ -209,20 +191,17 @@ class Program:
 
     @property
     def results(self) -> list[str]:
-        """Names of the results."""
         if self.only is not None:
             return [self.only]
         used = {word for _, text in self.lines for word in names_in(text)}
         return [name for name, _ in self.lines if name not in used]
 
     def source(self) -> str:
-        """The function, as Python source."""
         body = [f"    {name} = {text}" for name, text in self.lines]
         head = f"def f({', '.join(self.inputs)}):"
         return "\n".join([head, *body, f"    return [{', '.join(self.results)}]"])
 
     def function(self, known: Mapping[str, Any]) -> Callable[..., list[Any]]:
-        """The function, with what it may call."""
         space = dict(known)
         exec(self.source(), space)
         return space["f"]
@@ -322,7 +301,6 @@ def smaller(program: Program, differs: Callable[[Program], Any]) -> Program:
 
 
 def listing(program: Program) -> str:
-    """The program as a script."""
     inputs = []
     for name, x in program.inputs.items():
         data = f"jnp.asarray({x.data.tolist()}, '{x.data.dtype}').reshape({x.data.shape})"
@@ -363,24 +341,21 @@ class Rounding(NamedTuple):
 
 
 def rounding_of(program: Program) -> Rounding:
-    """The rounding of a program, by the formats of its inputs."""
     names = {x.data.dtype.name for x in program.inputs.values() if is_float(x.data.dtype)}
     names |= {"float32"} if program.kind == "optim" else set()  # in which it computes
     # An optimizer stores its parameters in the format that they came in.
     stored = program.kind == "optim" and any(name.startswith("float8") for name in names)
     if program.kind == "quant" or stored:
         return Rounding(2.0**-3, 2.0**-7, 80)
-    # Numbers beyond 2^108 stand for infinity where scalify reads a size.
-    worst = [
-        Rounding(2.0**-8, 0.0, 107) if name.startswith(("float8", "bfloat16"))
-        # Outside of scalify scales do not follow the data, which has the range of float16.
-        else Rounding(2.0**-11, 2.0**-11, 12) if name == "float16" and program.kind in DIRECT
-        # Data lies within 2**4 of unit size, and subnormal numbers end at 2**-24.
-        else Rounding(2.0**-11, 2.0**-20, 90) if name == "float16"
-        else Rounding(2.0**-24, 2.0**-40, 107) if name == "float32"
-        else Rounding(2.0**-40, 2.0**-60, 110)
-        for name in names or {"float32"}
-    ]  # fmt: skip
+    # Numbers beyond 2^108 stand for infinity where scalify reads a size. Data of float16 lies near
+    # unit size and ends at 2^-24; outside of scalify scales do not follow it.
+    direct = program.kind in DIRECT
+    known = {
+        "float16": Rounding(2.0**-11, *((2.0**-11, 12) if direct else (2.0**-20, 90))),
+        "float32": Rounding(2.0**-24, 2.0**-40, 107),
+        "float64": Rounding(2.0**-40, 2.0**-60, 110),
+    }
+    worst = [known.get(name, Rounding(2.0**-8, 0.0, 107)) for name in names or {"float32"}]
     # Scales are float32, and with them whatever is computed of values.
     return Rounding(*(f(r) for f, r in zip((max, max, min), zip(*worst, strict=True), strict=True)))
 
@@ -403,10 +378,8 @@ class Evaluation:
             operands, params = [read(atom) for atom in eqn.invars], eqn.params
             inner = [params[n] for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if n in params]
             if eqn.primitive.name in _CALLS and inner:
-                closed = (
-                    inner[0] if isinstance(inner[0], ClosedJaxpr) else ClosedJaxpr(inner[0], ())
-                )
-                results = self.run(closed.jaxpr, closed.consts, operands)
+                consts = getattr(inner[0], "consts", ())
+                results = self.run(getattr(inner[0], "jaxpr", inner[0]), consts, operands)
             else:
                 bound = _bind(eqn, operands)
                 results = list(bound) if eqn.primitive.multiple_results else [bound]
@@ -416,7 +389,6 @@ class Evaluation:
 
     @np.errstate(over="ignore", invalid="ignore")  # far beyond the range, where no law holds
     def moved(self, eqn: JaxprEqn, operands: Sequence[Any], result: Any) -> Any:
-        """A result, moved by as much as it may be rounded."""
         if not _inexact(result) or not jnp.size(result):
             return result
         x, name = np.asarray(result), eqn.primitive.name
@@ -455,14 +427,12 @@ def _inexact(x: Any) -> bool:
 
 
 class Spread(NamedTuple):
-    """Exact results, the same when operations round (samples first), whether an exact number lies
-    beyond the range in which the law holds, and whether one that is rounded lies above it.
-    """
+    """Results of a program, exact and with operations that round."""
 
     exact: list[np.ndarray]
-    moved: list[np.ndarray]
-    beyond: bool
-    above: bool
+    moved: list[np.ndarray]  # samples first
+    beyond: bool  # an exact number lies outside the range in which the law holds
+    above: bool  # and one that is rounded above it
 
 
 def spread_of(
@@ -502,8 +472,9 @@ def check(program: Program) -> str | None:
             values = {n: jnp.asarray(x.value) for n, x in inputs}
             spread = spread_of(function, values, rounding, SAMPLES)
             beyond = spread.beyond
-            if any(x.is_zero for _, x in inputs):  # as if zeros were as large as their scale
-                sized = {n: jnp.asarray(x.value + (x.scale if x.is_zero else 0)) for n, x in inputs}
+            zeros = {n: x.scale for n, x in inputs if x.scale is not None and not x.value.any()}
+            if zeros:  # as if they were as large as their scale, by which products leave the range
+                sized = {n: jnp.asarray(x.value + zeros.get(n, 0)) for n, x in inputs}
                 beyond |= spread_of(function, sized, rounding, 0).beyond
     except (TypeError, ValueError, IndexError, ZeroDivisionError, NotImplementedError):
         return ""  # the plain program has no such gradient, or no such shapes
@@ -541,20 +512,13 @@ def check(program: Program) -> str | None:
 
 
 def moving_of(program: Program) -> list[str]:
-    """The inputs by which is differentiated: those that are scaled.
-
-    Outside of scalify cotangents are those of data, in its own type, which does not hold them
-    wherever the scale is far from 1. Casts to 8 bits are not differentiated.
-    """
+    """The inputs to differentiate by: scaled ones, but not through casts to 8 bits."""
     if program.kind in ("quant", "optim"):
         return []
-    direct = program.kind in DIRECT
-    return [
-        name
-        for name, x in program.inputs.items()
-        if is_float(x.data.dtype) and x.scale is not None
-        and not (direct and x.data.itemsize < 4)
-    ]  # fmt: skip
+    # Outside of scalify a cotangent has the type of data, without a scale.
+    least = 4 if program.kind in DIRECT else 1
+    scaled = {n: x.data for n, x in program.inputs.items() if x.scale is not None}
+    return [n for n, x in scaled.items() if is_float(x.dtype) and x.itemsize >= least]
 
 
 def with_gradient(function: Callable[..., Any], moving: list[str]) -> Callable[..., Any]:
@@ -581,7 +545,6 @@ def with_gradient(function: Callable[..., Any], moving: list[str]) -> Callable[.
 
 
 def scaled(program: Program, moving: list[str]) -> Any:
-    """Values and gradients of the program on ScaledArrays."""
     scales = {n: jnp.asarray(x.scale) for n, x in program.inputs.items() if x.scale is not None}
     data = {name: jnp.asarray(x.data) for name, x in program.inputs.items()}
 

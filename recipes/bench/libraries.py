@@ -5,9 +5,8 @@
 
 Trains the GPT of `configs/gpt/parity.yaml`, or with `--config` another GPT or a BERT, in float32 in
 both libraries at every rate that is given. A best rate that is the first or last of its list may
-not be the best of all. With `--methods` also the ways to train in float16: without a loss scale,
-with a constant and an automatic one, with FP8 matmuls by dynamic scales, under scalify, and with
-unit scaling. `python -m recipes sweep configs/gpt/transfer.yaml` finds the best rates by width.
+not be the best of all. With `--methods` also ways to train in float16 (`METHODS`).
+`python -m recipes sweep configs/gpt/transfer.yaml` finds the best rates by width.
 """
 
 from typing import Annotated
@@ -20,13 +19,11 @@ from . import runs
 BASELINE = "plain-float32"
 LIBRARIES = {BASELINE: runs.plain_words(), "float32": ("precision.policy=float32",)}
 _HALF = runs.plain_words(runs.PLAIN_RATE, "precision.policy=float16")
+_AUTOMATIC = ("precision.loss_scale=dynamic",)
 METHODS = {
     "plain-float16": _HALF,
     "loss-scale": (*_HALF, "precision.loss_scale=4096.0"),
-    "auto-loss-scale": (
-        *_HALF,
-        "precision.loss_scale=dynamic",
-    ),
+    "auto-loss-scale": (*_HALF, *_AUTOMATIC),
     "tensor-scaling": (*_HALF, "precision.matmuls=fp8_dynamic"),
     "scalify-float16": (*runs.plain_words(), "precision=scalify_float16"),
     "float16": ("precision.policy=float16",),
@@ -37,15 +34,9 @@ def main(
     overrides: runs.Overrides = None,
     config: runs.ConfigPath = None,
     data: runs.DataPaths = None,
-    plain_rates: Annotated[
-        str, typer.Option(help="peak learning rates of plain models, a comma between two")
-    ] = "0.001,0.002,0.004,0.008",
-    unit_rates: Annotated[
-        str | None, typer.Option(help="those of unit scaling; by default the config's own alone")
-    ] = None,
-    methods: Annotated[
-        bool, typer.Option("--methods", help="ways to train in float16 too")
-    ] = False,
+    plain_rates: Annotated[str, typer.Option(help="peaks")] = "0.001,0.002,0.004,0.008",
+    unit_rates: Annotated[str | None, typer.Option(help="by default the config's own")] = None,
+    methods: Annotated[bool, typer.Option("--methods", help="float16 too")] = False,
     seeds: runs.Seeds = 3,
     jobs: runs.Jobs = 1,
     fresh: runs.Fresh = False,

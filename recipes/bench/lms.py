@@ -3,12 +3,10 @@
     python -m recipes bench lms --data TEXT --sst2 TRAIN DEV --squad FILE --seeds 3
     python -m recipes bench lms --no-runs --charlm FOLDER
 
-Trains `configs/bert/books.yaml` in each format, all with the same seeds and data and none with a
-loss scale, and compares the loss over all validation text, of which the same tokens are always
-hidden. With the files of tasks, each run's model is tuned on them in its own format, and scored.
-A model that has read the tasks' texts scores higher (Gururangan et al. 2020, "Don't Stop
-Pretraining"): give them as `data.mixture`. With `--charlm`, counts what a finished sweep of
-`configs/charlm/small.yaml` found.
+Trains `configs/bert/books.yaml` in each format without a loss scale, and compares the loss over all
+validation text, of which the same tokens are always hidden. With the files of tasks, tunes each
+run's model on them in its own format; as `data.mixture` their texts raise scores (Gururangan et al.
+2020, "Don't Stop Pretraining"). `--charlm`: a finished sweep of `configs/charlm/small.yaml`.
 """
 
 import json as json_text
@@ -37,23 +35,10 @@ def main(
     config: runs.ConfigPath = None,
     data: Annotated[str | None, typer.Option(help="text; by default Python's library")] = None,
     train: Annotated[bool, typer.Option("--runs/--no-runs", help="train the models")] = True,
-    policies: Annotated[
-        str, typer.Option(help="number formats beside float32, a comma between two")
-    ] = "float16,fp8",
-    sst2: Annotated[
-        tuple[str, str] | None,
-        typer.Option(metavar="TRAIN DEV", help="TSV files to tune on"),
-    ] = None,
-    squad: Annotated[
-        str | None, typer.Option(metavar="FILE", help="JSON to tune on, split by article")
-    ] = None,
-    tuning: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="override of fine-tuning, such as train.steps=100"),
-    ] = None,
-    charlm: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="a finished sweep of character models")
-    ] = None,
+    sst2: Annotated[tuple[str, str] | None, typer.Option(metavar="TRAIN DEV")] = None,
+    squad: Annotated[str | None, typer.Option(metavar="FILE", help="split by article")] = None,
+    tuning: Annotated[list[str] | None, typer.Option(help="override of fine-tuning")] = None,
+    charlm: Annotated[Path | None, typer.Option(help="a finished sweep's folder")] = None,
     seeds: runs.Seeds = 1,
     jobs: runs.Jobs = 1,
     fresh: runs.Fresh = False,
@@ -62,7 +47,7 @@ def main(
     """Prints losses and scores of BERT by number format, and counts of character models."""
     tables = [] if charlm is None else [study(charlm)]  # complains before hours of training
     if train:
-        names = ["float32", *(name.strip() for name in policies.split(",") if name.strip())]
+        names = ["float32", *BOUNDS]
         variants = {name: (f"precision.policy={name}",) for name in names}
         base = load_config(config or CONFIGS / "bert/books.yaml", overrides or [])
         folder = Path(base.train.runs_dir)
@@ -84,12 +69,9 @@ def main(
 
         for task, words in tasks.items():
             words = [f"name={base.name}-{task}", *words, *(tuning or [])]
-            told = runs.Told(None, words, seeds, fresh, jobs=jobs)
-            metric = METRICS[task]
-            found = runs.compare(
-                variants, told, config=f"bert/{task}.yaml", metric=metric, own=start
-            )
-            tables += found.tables(f"{metric} on {task}")
+            told, file = runs.Told(None, words, seeds, fresh, jobs=jobs), f"bert/{task}.yaml"
+            found = runs.compare(variants, told, config=file, metric=METRICS[task], own=start)
+            tables += found.tables(f"{METRICS[task]} on {task}")
     notes = ["No loss scale; each format's own pretrained models, tuned in the same format."]
     runs.publish("lms", tables, json, notes)
 
@@ -107,10 +89,8 @@ def questions(path: str, folder: Path) -> list[str]:
     tree = json_text.loads(Path(path).read_text(encoding="utf-8"))
     articles = tree["data"]
     if len(articles) < HELD_OUT:
-        raise RecipeError(
-            f"--squad: expected at least {HELD_OUT} articles, of which one is for validation; got "
-            f"{len(articles)} in {path}; give a larger file"
-        )
+        got = f"{len(articles)} in {path}; give a larger file"
+        raise RecipeError(f"--squad: expected at least {HELD_OUT} articles; got {got}")
     held = articles[HELD_OUT - 1 :: HELD_OUT]
     parts = {"train": [x for x in articles if x not in held], "validation": held}
     with refused(f"train.runs_dir: cannot write {folder}", "free space, or change train.runs_dir"):
@@ -123,10 +103,8 @@ def questions(path: str, folder: Path) -> list[str]:
 def study(folder: Path) -> runs.Table:
     """Count the models of a sweep that lose nothing in FP16, and nothing by unit scaling."""
     if not is_run(folder):
-        raise RecipeError(
-            f"--charlm: expected the folder of a sweep, with {CONFIG} and rows.jsonl; got "
-            f"{folder}; run `python -m recipes sweep configs/charlm/small.yaml` and give its folder"
-        )
+        todo = "run `python -m recipes sweep configs/charlm/small.yaml` and give its folder"
+        raise RecipeError(f"--charlm: expected the folder of a sweep; got {folder}; {todo}")
     curves = read_curves(make_points(load_config(folder / CONFIG)), folder)
     best = list(by_format(curves).values())
 

@@ -3,7 +3,7 @@
     python -m recipes bench optim --data TEXT
 
 Bytes and times are those of the arrays of a GPT-2 small and its optimizer state; the loss is that
-of `configs/gpt/parity.yaml`, trained for each set of formats.
+of `configs/gpt/parity.yaml`, trained for each set of formats. With `--config` all are of that run.
 """
 
 from typing import Annotated, Any
@@ -45,32 +45,22 @@ def main(
     overrides: runs.Overrides = None,
     config: runs.ConfigPath = None,
     data: runs.DataPaths = None,
-    large: Annotated[
-        str | None, typer.Option(help="the model whose bytes and steps are measured")
-    ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="timed steps of each optimizer")] = 20,
-    loss: Annotated[bool, typer.Option(help="also train for the validation loss")] = True,
     seeds: runs.Seeds = 1,
     jobs: runs.Jobs = 1,
     fresh: runs.Fresh = False,
     json: runs.JsonPath = None,
 ) -> None:
     """Prints bytes per parameter, step time over optax, and validation loss by format."""
-    path = large or str(CONFIGS / "gpt" / "gpt2-small.yaml")
-    shape = () if large else SHAPES["gpt2-small"]
+    path = config or str(CONFIGS / "gpt" / "gpt2-small.yaml")
+    shape = () if config else SHAPES["gpt2-small"]
     base = load_kind(GPTConfig, path, shape)
-    tables = [
-        runs.Table(
-            "Bytes per parameter", [bytes_per_parameter(path, shape, name) for name in VARIANTS]
-        ),
-        runs.Table(
-            "AdamW of 6 bytes over optax's in float32",
-            [step_time(base, rounds, donated) for donated in (False, True)],
-        ),
-    ]
-    if loss:
-        told = runs.Told(config, overrides, seeds, fresh, data, jobs)
-        tables += runs.compare(VARIANTS, told).tables("Validation loss", BOUNDS)
+    rows = [bytes_per_parameter(path, shape, name) for name in VARIANTS]
+    tables = [runs.Table("Bytes per parameter", rows)]
+    rows = [step_time(base, rounds, donated) for donated in (False, True)]
+    tables.append(runs.Table("AdamW of 6 bytes over optax's in float32", rows))
+    told = runs.Told(config, overrides, seeds, fresh, data, jobs)
+    tables += runs.compare(VARIANTS, told).tables("Validation loss", BOUNDS)
     notes = ["Bytes: weights and all of the optimizer's state, scales included; no gradients."]
     runs.publish("optim", tables, json, notes)
 

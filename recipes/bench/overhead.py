@@ -1,11 +1,13 @@
-"""Compile time, step time and code of unit scaling, compared with plain `flax.nnx`.
+"""Compile time, step time and code of unit scaling, and of scalify, beside plain `flax.nnx`.
 
     python -m recipes bench overhead
+    python -m recipes bench scalify --data TEXT --seeds 5
 
-Compiling: CPU time to trace and compile the step of `configs/gpt/quickstart.yaml`, cold, in FP8 and
-with scaled optimizer state, over that of the plain model with optax's AdamW. Step time: the step of
-`configs/gpt/parity.yaml` in float32, in turns. Code: the files and functions of the library that
-run when an FP8 layer, a scalified function and a scaled optimizer are traced.
+`overhead`: CPU time to trace and compile the step of `configs/gpt/quickstart.yaml` in FP8 and with
+scaled optimizer state; step time of `configs/gpt/parity.yaml` in float32, in turns; and files and
+functions of the library that run while programs are traced. `scalify`: losses of the plain GPT of
+`configs/gpt/parity.yaml` under scalify in float16 (parameters and Adam's state too) and with FP8
+matmuls and gradients, over float32; then times of a step and of compiling it.
 """
 
 import sys
@@ -44,21 +46,25 @@ MOST_COMPILING, MOST_TIME = 1.8, 1.05
 # Files and functions.
 MOST_CODE = {"FP8 Dense": (14, 90), "scalify": (9, 90), "scaled optimizer": (8, 70)}
 
+SCALIFY = {
+    "float16": "precision=scalify_float16",
+    "fp8": "precision=scalify_fp8",
+    "float32": "precision.scalify=float32",
+    "bfloat16": "precision=scalify_bfloat16",
+}
+SCALIFY_BOUNDS = {"scalify-float16": 0.002, "scalify-fp8": 0.005}
+MOST_SCALIFIED_TIME, MOST_SCALIFIED_COMPILING = 1.03, 1.5
+
 
 def main(
     overrides: runs.Overrides = None,
-    compiled: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="trace and compile steps")
-    ] = True,
     steps: Annotated[int, typer.Option(min=0, help="timed steps of each library")] = 40,
     json: runs.JsonPath = None,
 ) -> None:
     """Prints ratios over plain flax.nnx of compiling and step time; code that runs."""
     jax.config.update("jax_enable_compilation_cache", False)
-    tables = []
-    if compiled:
-        rows = [compiling(name, *how, overrides or []) for name, how in COMPILED.items()]
-        tables.append(runs.Table("Trace and compile a training step, over plain flax.nnx", rows))
+    rows = [compiling(name, *how, overrides or []) for name, how in COMPILED.items()]
+    tables = [runs.Table("Trace and compile a training step, over plain flax.nnx", rows)]
     if steps:
         words = ["precision.policy=float32", *(overrides or [])]
         config = load_kind(GPTConfig, CONFIGS / "gpt" / "parity.yaml", words)
@@ -71,7 +77,6 @@ def main(
 
 
 def plain(config: GPTConfig) -> GPTConfig:
-    """The same shape and optimizer in plain flax.nnx."""
     model = config.model.model_copy(update={"library": "plain"})
     optimizer = config.optimizer.model_copy(update={"umup": False})
     return config.model_copy(
@@ -121,13 +126,47 @@ def code(name: str, function: Callable[[], Any]) -> dict[str, Any]:
             seen.add((code.co_filename, code.co_qualname))
 
     jax.clear_caches()
-    before = sys.getprofile()
     sys.setprofile(look)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
+    function()
+    sys.setprofile(None)
     files, most = len({file for file, _ in seen}), MOST_CODE[name]
     row = {"what": name, "files": files, "functions": len(seen)}
     within = files <= most[0] and len(seen) <= most[1]
     return row | {"asked": "<= {} and {}".format(*most), "within": within}
+
+
+def scalified(
+    overrides: runs.Overrides = None,
+    config: runs.ConfigPath = None,
+    data: runs.DataPaths = None,
+    formats: Annotated[str, typer.Option(help=f"of {', '.join(SCALIFY)}")] = "float16,fp8",
+    rounds: Annotated[int, typer.Option(min=0, help="timed steps; 0 for none")] = 40,
+    seeds: runs.Seeds = 1,
+    jobs: runs.Jobs = 1,
+    fresh: runs.Fresh = False,
+    json: runs.JsonPath = None,
+) -> None:
+    """Prints losses, step times and compile times under scalify."""
+    words = runs.plain_words()
+    variants = {"plain-float32": words}
+    for name in runs.chosen("--formats", formats, SCALIFY):
+        variants[f"scalify-{name}"] = (*words, SCALIFY[name])
+    told = runs.Told(config, overrides, seeds, fresh, data, jobs)
+    tables = runs.compare(variants, told).tables("Validation loss", SCALIFY_BOUNDS)
+    if rounds:
+        path, given = config or CONFIGS / runs.PARITY, [*(overrides or []), *words]
+        exact, half = (
+            load_kind(GPTConfig, path, [*given, SCALIFY[name]]) for name in ("float32", "float16")
+        )
+        reference = load_kind(GPTConfig, path, given)
+        found = time_ratio(stepper(exact), stepper(reference), rounds)
+        rows = [found | runs.asked(found["ratio"], MOST_SCALIFIED_TIME)]
+        tables.append(runs.Table("Time of a step, scalify in float32 over plain", rows))
+        seconds, rows = compile_times(reference)[1], []
+        for name, one in (("float32", exact), ("float16", half)):
+            row: dict[str, Any] = {"storage": name, "s": compile_times(one)[1], "plain s": seconds}
+            row["ratio"] = row["s"] / seconds
+            most = {"float32": MOST_SCALIFIED_COMPILING}.get(name)
+            rows.append(row | (runs.asked(row["ratio"], most) if most else {}))
+        tables.append(runs.Table("Trace and compile, over plain", rows))
+    runs.publish("scalify", tables, json)

@@ -4,10 +4,9 @@
     python -m recipes bench parity --rounding --data TEXT
 
 Trains `configs/gpt/parity.yaml` in each format on each text with each seed, all without a loss
-scale. Gradients are counted in the first float16 run and in one of the same GPT in plain
-`flax.nnx`. With `--rounding` the last parameters of the float32 runs are evaluated and
-differentiated once more, with some matmuls in FP8 and everything else in bfloat16, so that two
-numbers differ by rounding alone.
+scale. Gradients are counted in the first float16 run and in one of plain `flax.nnx`. `--rounding`
+evaluates and differentiates the float32 runs once more at their last parameters, with some matmuls
+in FP8 and all else in bfloat16.
 """
 
 from collections.abc import Callable
@@ -33,8 +32,7 @@ SPECIAL = {
     "fp8-readout": ("precision.policy=fp8", "precision.readout=true"),
     "fp8-readout-gradients": ("precision.policy=fp8", "precision.readout=gradients"),
     "fp8-rebalance": ("precision.policy=fp8", "precision.monitor=1e-4", "precision.rebalance=true"),
-}
-"""Formats that take more than a policy."""
+}  # formats that take more than a policy
 BOUNDS = {"float16": 0.001, "fp8": 0.003, "mxfp8": 0.003, "fp8_dynamic": 0.005}
 BATCHES = 8
 
@@ -46,17 +44,9 @@ def main(
     overrides: runs.Overrides = None,
     config: runs.ConfigPath = None,
     data: runs.DataPaths = None,
-    policies: Annotated[
-        str,
-        typer.Option(help=f"formats beside float32: a policy, or one of {', '.join(SPECIAL)}"),
-    ] = "float16,fp8",
-    gradients: Annotated[
-        bool, typer.Option(help="also count the gradients that float16 loses")
-    ] = True,
-    rounding: Annotated[
-        bool, typer.Option("--rounding", help="loss and gradients by what is in FP8, not trained")
-    ] = False,
-    plain_learning_rate: runs.PlainRate = runs.PLAIN_RATE,
+    policies: Annotated[str, typer.Option(help=f"also {', '.join(SPECIAL)}")] = "float16,fp8",
+    gradients: Annotated[bool, typer.Option(help="also count gradients lost in float16")] = True,
+    rounding: Annotated[bool, typer.Option("--rounding", help="by what is in FP8")] = False,
     seeds: runs.Seeds = 1,
     jobs: runs.Jobs = 1,
     fresh: runs.Fresh = False,
@@ -64,19 +54,16 @@ def main(
 ) -> None:
     """Prints validation loss by number format, and gradients lost in float16."""
     told = runs.Told(config, overrides, seeds, fresh, data, jobs)
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    variants = {
-        name: SPECIAL.get(name, (f"precision.policy={name}",)) for name in ("float32", *names)
-    }
-    variants = {"float32": variants["float32"]} if rounding else variants
-    found = runs.compare(variants, told)
+    names = ["float32", *runs.listed(policies)]
+    variants = {name: SPECIAL.get(name, (f"precision.policy={name}",)) for name in names}
     if rounding:
-        runs.publish("parity", [by_operand(found.configs["float32"])], json)
-        return
+        exact = runs.compare({"float32": variants["float32"]}, told).configs["float32"]
+        return runs.publish("parity", [by_operand(exact)], json)
+    found = runs.compare(variants, told)
     tables = found.tables("Validation loss", BOUNDS)
     if gradients:
         half: dict[str, tuple[str, ...]] = {"float16": ("precision.policy=float16",)}
-        half["plain-float16"] = runs.plain_words(plain_learning_rate, "precision.policy=float16")
+        half["plain-float16"] = runs.plain_words(runs.PLAIN_RATE, "precision.policy=float16")
         both = runs.compare(half, told._replace(seeds=1, data=data and data[:1])).configs
         lost = [lost_gradients(name, both[name][0]) for name in half]
         title = "Gradient entries that are zero in float16 and not in float32"
@@ -86,10 +73,7 @@ def main(
 
 
 def lost_gradients(library: str, config: RunConfig) -> list[dict[str, Any]]:
-    """Count gradient entries of a trained float16 run that are zero, and in float32 are not.
-
-    Before training and after it, both formats start from the same parameters, without dropout.
-    """
+    """Count gradient entries that are zero in float16 and not in float32, at first and at last."""
     graphdefs = []
     for policy in ("float32", config.precision.policy):
         model = build_model(config.model_copy(update={"precision": PrecisionConfig(policy=policy)}))
@@ -149,8 +133,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "readout's gradients": {
         "readout": nn.Policy(compute_dtype=WIDE, loss=MatmulConfig(cotangent=E5M2))
     },
-}
-"""Policies of layers by pattern, by what they try."""
+}  # policies of layers by pattern, by what they try
 
 
 def by_operand(configs: list[RunConfig], batches: int = 32) -> runs.Table:
@@ -170,13 +153,12 @@ def by_operand(configs: list[RunConfig], batches: int = 32) -> runs.Table:
         evaluate, differentiate = make_evaluation(graphdef), jax.jit(gradient(graphdef))
         pairs = list(zip(states, texts, strict=True))
         values[name] = [mean_loss(evaluate, s.params, s.rest, text) for s, text in pairs]
-        found = [differentiate(s.params, s.rest, batch) for s, text in pairs for batch in text[:2]]
-        exact = exact or found
-        errors[name] = float(np.mean([error(*pair) for pair in zip(found, exact, strict=True)]))
+        grads = [differentiate(s.params, s.rest, batch) for s, text in pairs for batch in text[:2]]
+        exact = exact or grads
+        errors[name] = float(np.mean([error(*pair) for pair in zip(grads, exact, strict=True)]))
         jax.clear_caches()
-    rows = [
-        row | {"gradient error": errors[row["variant"]]} for row in runs.differences(values, {})
-    ]
+    found = runs.differences(values, {})
+    rows = [row | {"gradient error": errors[row["variant"]]} for row in found]
     title = f"Rounding alone, {len(configs)} models of {configs[0].train.steps} steps, by operand"
     return runs.Table(f"{title} or layer in FP8", rows)
 
@@ -185,6 +167,5 @@ def error(ours: Any, exact: Any) -> float:
     """Mean over kernels of the norm of a gradient's error over the gradient's."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True)
     wide = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
-    return float(
-        np.mean([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in wide if b.ndim > 1])
-    )
+    errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in wide if b.ndim > 1]
+    return float(np.mean(errors))

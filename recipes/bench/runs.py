@@ -40,29 +40,19 @@ from ..train import train
 PARITY = "gpt/parity.yaml"
 PLAIN_RATE = 0.004  # the best of 0.002, 0.004 and 0.008 for `parity.yaml`: bench libraries
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100"),
-]
-ConfigPath = Annotated[
-    str | None, typer.Option("--config", help="the run to compare; by default that of the figures")
-]
-DataPaths = Annotated[
-    list[str] | None,
-    typer.Option("--data", help="text, once or more; by default Python's library"),
-]
-PlainRate = Annotated[float, typer.Option(help="peak learning rate of plain models")]
+# Options that several benchmarks have.
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
+ConfigPath = Annotated[str | None, typer.Option("--config", help="the run, as YAML")]
+DataPaths = Annotated[list[str] | None, typer.Option("--data", help="text, once or more")]
 Seeds = Annotated[int, typer.Option(min=1, help="runs of each variant, with seeds in a row")]
 Jobs = Annotated[int, typer.Option(min=1, help="runs trained at the same time")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="train again what is there already")]
-JsonPath = Annotated[
-    Path | None, typer.Option("--json", help="also write the tables to this file, as JSON")
-]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="also write the tables here")]
 
+# Overrides by name of a variant, the first the reference; and the largest relative difference of a
+# variant, either way: 0 asks that it is no worse.
 Variants = Mapping[str, Sequence[str]]
-"""Overrides by name of a variant; the first is the reference."""
 Bounds = Mapping[str, float]
-"""The largest relative difference of a variant, either way; 0 asks that it is no worse."""
 
 
 def plain_words(rate: float = PLAIN_RATE, *more: str) -> tuple[str, ...]:
@@ -73,7 +63,7 @@ def plain_words(rate: float = PLAIN_RATE, *more: str) -> tuple[str, ...]:
 
 
 class Told(NamedTuple):
-    """What the command line says of the runs."""
+    """Options of the runs."""
 
     config: str | None = None
     overrides: list[str] | None = None
@@ -86,10 +76,8 @@ class Told(NamedTuple):
         """Overrides for the runs on each text, by what ends their names."""
         found = {f"-{Path(path).stem}": [f"data.path={path}"] for path in self.data or ()}
         if len(found) < len(self.data or ()):
-            raise RecipeError(
-                f"--data: expected files of different names, after which runs are named; got "
-                f"{', '.join(self.data or ())}; rename one"
-            )
+            given = ", ".join(self.data or ())
+            raise RecipeError(f"--data: expected files of different names; got {given}; rename one")
         return found or {"": []}
 
 
@@ -118,11 +106,8 @@ class Compared(NamedTuple):
             parts[" and ".join(self.texts)] = slice(None)
         found = []
         for text, part in parts.items():
-            rows = differences(
-                {name: values[part] for name, values in self.values.items()},
-                bounds or {},
-                self.metric,
-            )
+            values = {name: values[part] for name, values in self.values.items()}
+            rows = differences(values, bounds or {}, self.metric)
             about = [f"{first[0].train.steps} steps", f"{seeds} seed{'s' * (seeds > 1)}", text]
             found.append(Table(f"{title}: {', '.join(filter(None, about))}", rows))
         return [*found, Table("... at each learning rate", self.rates)] if self.rates else found
@@ -136,21 +121,11 @@ def compare(
     metric: str = "loss",
     rates: Mapping[str, Sequence[float]] | None = None,
     own: Callable[[str, int], Sequence[str]] = lambda name, number: (),
-    run: Callable[[RunConfig, bool], Mapping[str, float]] | None = None,
 ) -> Compared:
-    """Train every variant on every text with every seed.
+    """Train every variant on every text with every seed, each at the best of its `rates`.
 
-    Args:
-      variants: Overrides of each.
-      told: What the command line says.
-      config: The run, in `configs/`, unless the command line has another.
-      metric: The loss over all validation data, or one of the scores that `run` returns.
-      rates: Learning rates to try by variant, of which the best counts.
-      own: Overrides of the run of a number, beside those of its variant.
-      run: Trains a run, or finds it finished; by default `trained`.
-
-    Raises:
-      RecipeError: A run failed. The others are kept.
+    The metric is the loss over all validation data, or a score. `own` has overrides by variant
+    and number of the run. What fails is reported at the end.
     """
     tried = {name: (rates or {}).get(name) or (None,) for name in variants}
     base, configs = told.config or str(CONFIGS / config), {}
@@ -158,12 +133,15 @@ def compare(
         label = name if rate is None else f"{name}-{rate:g}"
         words = [*(told.overrides or ()), *variants[name]]
         words += [] if rate is None else [f"optimizer.learning_rate={rate}"]
-        configs[name, rate] = [
-            _named(base, [*words, *data, *own(name, number)], f"{label}{text}", number)
-            for text, data in told.texts().items()
-            for number in range(told.seeds)
-        ]
-    found = _measured(configs.values(), told, metric, run or trained)
+        configs[name, rate] = []
+        for text, data in told.texts().items():
+            for number in range(told.seeds):
+                more = [*words, *data, *own(name, number), "train.sample_tokens=0"]
+                one = load_config(base, more)
+                end = f"{label}{text}" + (f"-seed{number}" if number else "")
+                more += [f"name={one.name}-{end}", f"seed={one.seed + number}"]
+                configs[name, rate].append(load_config(base, more))
+    found = _measured(configs.values(), told, metric)
     values = {key: [found[one.name] for one in same] for key, same in configs.items()}
     best, rows, choose = {}, [], min if metric == "loss" else max
     for name in variants:
@@ -180,35 +158,24 @@ def compare(
     )
 
 
-def _named(path: str, words: list[str], label: str, number: int) -> RunConfig:
-    """A config named after its variant, text and seed, that prints no sample."""
-    base = load_config(path, words)
-    name = f"{base.name}-{label}" + (f"-seed{number}" if number else "")
-    more = [f"name={name}", "train.sample_tokens=0", f"seed={base.seed + number}"]
-    return load_config(path, [*words, *more])
-
-
-def _measured(configs: Iterable[Any], told: Told, metric: str, run: Any) -> dict[str, float]:
+def _measured(configs: Iterable[Any], told: Told, metric: str) -> dict[str, float]:
     """The loss or score of every run by its name, measured in one process or in several."""
-    tasks = [(one, told.fresh, metric, run) for same in configs for one in same]
+    tasks = [(one, told.fresh, metric) for same in configs for one in same]
     found: dict[str, Any] = {}
     for (config, *_), value in each(tasks, told.jobs, _value):
         found[config.name] = value
         shown = f"{len(found)}/{len(tasks)}  {config.name}  {value}"
         Console(stderr=True).print(shown, markup=False, highlight=False, soft_wrap=True)
     if failed := [f"{name}: {value}" for name, value in found.items() if isinstance(value, str)]:
-        raise RecipeError(
-            f"{len(failed)} of {len(tasks)} runs failed: {failed[0]}; the others are kept: run the "
-            "same command to try these again",
-            exit_code=1,
-        )
+        what = f"{len(failed)} of {len(tasks)} runs failed: {failed[0]}; the others are kept"
+        raise RecipeError(f"{what}: run the same command to try these again", exit_code=1)
     return found
 
 
-def _value(config: RunConfig, fresh: bool, metric: str, run: Any) -> float | str:
+def _value(config: RunConfig, fresh: bool, metric: str) -> float | str:
     """The loss or score of a run, or what went wrong."""
     try:
-        scores = run(config, fresh)
+        scores = trained(config, fresh)
         return float(loss_of(config) if metric == "loss" else scores[metric])
     except Exception as error:
         if getattr(error, "exit_code", 1) > 128:  # stopped by a signal, as this process was
@@ -222,10 +189,8 @@ def trained(config: RunConfig, fresh: bool) -> dict[str, float]:
     """Train or resume a run, if it is not finished; its scores."""
     outcome = train(config, fresh=fresh, console=Console())
     if outcome.signal is not None:
-        raise RecipeError(
-            f"stopped by signal {outcome.signal}; run the same command to resume",
-            exit_code=128 + outcome.signal,
-        )
+        todo = f"stopped by signal {outcome.signal}; run the same command to resume"
+        raise RecipeError(todo, exit_code=128 + outcome.signal)
     return outcome.scores
 
 
@@ -235,7 +200,6 @@ def last_state(config: RunConfig) -> TrainState:
 
 
 def loss_of(config: RunConfig) -> float:
-    """The loss of a trained run over all validation data."""
     graphdef, state = load_trained(config, lambda line: Console().print(line, markup=False))
     batches = recipe_of(config).load_data(config).validation()
     return mean_loss(make_evaluation(graphdef, config.precision), state.params, state.rest, batches)
@@ -244,13 +208,7 @@ def loss_of(config: RunConfig) -> float:
 def differences(
     values: Mapping[str, Sequence[float]], bounds: Bounds, metric: str = "loss"
 ) -> list[dict[str, Any]]:
-    """Compare each variant with the first, pair by pair.
-
-    Args:
-      values: By variant, in the same order of seeds and texts.
-      bounds: What is asked of them.
-      metric: A loss, of which differences are relative, or a score.
-    """
+    """Compare each variant with the first, pair by pair: losses by ratio, scores by difference."""
     reference, rows = next(iter(values.values())), []
     for index, (name, found) in enumerate(values.items()):
         row: dict[str, Any] = {"variant": name, metric: statistics.fmean(found)}
@@ -271,39 +229,27 @@ def differences(
 
 
 def verdict(distance: float, error: float, bound: float) -> str:
-    """Whether a distance is at most a bound, two standard errors being in doubt.
-
-    Example:
-      >>> [verdict(x, 0.001, 0.005) for x in (0.002, 0.004, 0.008)]
-      ['within', 'not resolved', 'outside']
-    """
+    """Whether a distance is at most a bound, two standard errors being in doubt."""
     if distance + 2 * error <= bound:
         return "within"
     return "not resolved" if distance - 2 * error <= bound else "outside"
 
 
 def asked(value: float, most: float) -> dict[str, Any]:
-    """The columns that say what was asked of a row's value, and whether it holds.
-
-    Example:
-      >>> asked(0.84, 1.05)
-      {'asked': '<= 1.05', 'within': True}
-    """
+    """The columns that say what was asked of a row's value, and whether it holds."""
     return {"asked": f"<= {most:g}", "within": value <= most}
 
 
-def chosen(option: str, names: str, known: Mapping[str, Any]) -> list[str]:
-    """The names that an option lists, a comma between two, in its order.
+def listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
 
-    Raises:
-      RecipeError: One of them is not known.
-    """
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
+
+def chosen(option: str, names: str, known: Mapping[str, Any]) -> list[str]:
+    """The names that an option lists, all of which are known."""
+    wanted = listed(names)
     if unknown := [name for name in wanted if name not in known]:
-        raise RecipeError(
-            f"{option}: expected some of {', '.join(known)}; got {', '.join(unknown)}; correct the "
-            "list"
-        )
+        some, got = ", ".join(known), ", ".join(unknown)
+        raise RecipeError(f"{option}: expected some of {some}; got {got}; correct the list")
     return wanted
 
 
@@ -331,15 +277,13 @@ def publish(
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     if path is None:
         return
-    root = CONFIGS.parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, check=False
-    )
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=CONFIGS.parent, capture_output=True, check=False)
+    # Files by their names: where they lie is of this machine.
+    words = shlex.join(re.sub(r"(^|=)/(.*/)?", r"\1", word) for word in sys.argv[1:])
     document = {
         "benchmark": name,
-        # Files by their names: where they lie is of this machine.
-        "command": "python -m recipes "
-        + shlex.join(re.sub(r"(^|=)/(.*/)?", r"\1", word) for word in sys.argv[1:]),
+        "command": f"python -m recipes {words}",
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.decode().strip(),
         "versions": {"python": platform.python_version()}
@@ -360,12 +304,6 @@ def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_of(column: str, value: Any) -> str:
-    """A cell as it is printed.
-
-    Example:
-      >>> text_of("over reference", 0.00123), text_of("ms", 43.21987), text_of("count", 1200)
-      ('+0.123%', '43.22', '1,200')
-    """
     if value is None:
         return ""
     if isinstance(value, bool):

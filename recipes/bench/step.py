@@ -1,13 +1,13 @@
-"""Time, memory and kernels of a training step on this machine's CPU or GPU.
+"""Time, memory and kernels of a training step: on this CPU or GPU, or compiled for an H200.
 
     python -m recipes bench step
     JAX_PLATFORMS=cuda python -m recipes bench step --on gpu --shapes gpt2-small,llama-1b
+    JAX_PLATFORMS=cpu python -m recipes bench step --on h200 --dump programs
 
 A row is a library, a policy and the formats of the optimizer state (`ROWS`); a shape is a config
-and its batch (`SHAPES`). The step is that of `recipes.train`, on random tokens. Every row runs in a
-process of its own, so that its peak of memory is its own. On a GPU each time stands beside the one
-that `recipes.bench.aot` projects of the same program. `bench h200` compiles the same steps for an
-H200, without one.
+and its batch (`SHAPES`). The step is that of `recipes.train`, on random tokens. `--on h200`, also
+`bench h200`, needs the CUDA plugin for JAX and no GPU: it projects the time of each kernel
+(`recipes.bench.aot`), and runs nothing. On a GPU each time stands beside the projected one.
 """
 
 import functools
@@ -18,22 +18,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
 import jax
 import numpy as np
 import typer
+from rich.console import Console
+
+from unitscale.quant import check_fp8
 
 from ..config import RunConfig
-from ..errors import RecipeError
+from ..errors import RecipeError, refused
 from ..gpt.config import GPTConfig
 from ..registry import CONFIGS, load_kind
 from ..run.pool import message_of
 from ..run.state import init_state
 from ..run.step import abstract_step, make_train_step
 from . import runs
-from .aot import roofline
+from .aot import Roofline, compile_h200, h200_topology, roofline
 
 _STATE = ("precision.weights=null", "precision.moments=null", "precision.rounding=nearest")
 _SCALED = ("precision.weights=float16", "precision.moments=[float8_e4m3fn,float16]")
@@ -41,6 +45,7 @@ _SCALED += ("precision.rounding=nearest", "precision.min_size=4096")  # defaults
 _PLAIN = ("model.library=plain", "optimizer.umup=false", "optimizer.learning_rate=0.001", *_STATE)
 _PADDED = ("model.vocab_multiple=128",)  # a size that kernels like; plain models have no such key
 REFERENCE = "plain-bfloat16"
+# Overrides of each row; those of MORE are looked at where they are asked for.
 ROWS = {
     REFERENCE: ("precision.policy=bfloat16", *_PLAIN),
     "fp8": ("precision.policy=fp8", *_PADDED, *_STATE),
@@ -49,39 +54,47 @@ ROWS = {
     "scalify-bfloat16": ("precision=scalify_bfloat16", *_PLAIN),
     "scalify-float16": ("precision=scalify_float16", *_PLAIN),
 }
-"""Overrides of the rows that are looked at by default."""
 MORE = {
     "bfloat16": ("precision.policy=bfloat16", *_PADDED, *_STATE),
     "qwix": ("precision.policy=bfloat16", *_PLAIN, "precision.matmuls=qwix"),
     "fp8-readout-scaled": ("precision.readout=gradients", *ROWS["fp8-scaled"]),
 }
-"""Rows only where they are asked for."""
+# Overrides of the configs of `configs/gpt/`.
 SHAPES = {
     "parity": (),
     "gpt2-small": ("model.vocab=50257", "model.tied_readout=true", "data.batch_size=8"),
     "llama-1b": ("data.batch_size=4",),
 }
-"""Overrides of the configs of `configs/gpt/`."""
+DEFAULT_SHAPES = {"cpu": "parity", "gpu": "gpt2-small", "h200": "gpt2-small,llama-1b"}
+KINDS = ("FP8 products", "16-bit products", "32-bit products", "attention", "memory-bound")
+PROJECTED = (
+    "All times are projected: each kernel takes the longest of its bytes, of its operations and of "
+    "what the smallest takes, without gaps or overlap. All attention is cuDNN's kernel.",
+    "over plain: projected time over plain flax.nnx in bfloat16. peak MiB: arguments, results and "
+    "temporaries. FP8 matmuls: of all matmuls but attention's, those that are FP8 kernels.",
+)
 
 
 def main(
     overrides: runs.Overrides = None,
-    shapes: Annotated[
-        str | None, typer.Option(help=f"of {', '.join(SHAPES)}; by default the first, on a GPU one")
-    ] = None,
-    rows: Annotated[
-        str, typer.Option(help=f"programs, separated by commas; also {', '.join(MORE)}")
-    ] = f"{REFERENCE},fp8,fp8-scaled",
-    on: Annotated[str, typer.Option(help="cpu or gpu")] = "cpu",
+    shapes: Annotated[str | None, typer.Option(help=f"of {', '.join(SHAPES)}")] = None,
+    rows: Annotated[str | None, typer.Option(help=f"of {', '.join(ROWS | MORE)}")] = None,
+    on: Annotated[str, typer.Option(help="cpu, gpu or h200")] = "cpu",
     rounds: Annotated[int, typer.Option(min=2, help="timed rounds of five steps")] = 5,
+    dump: Annotated[Path | None, typer.Option(help="folder for an H200's programs")] = None,
+    top: Annotated[int, typer.Option(min=0, help="element-wise kernels of an H200 listed")] = 0,
     json: runs.JsonPath = None,
 ) -> None:
-    """Prints step time, tokens per second, memory, kernels and loss of training steps."""
-    if on not in ("cpu", "gpu"):
-        raise RecipeError(f"--on: expected cpu or gpu; got {on}; correct it")
+    """Prints step time, memory and kernels of training steps."""
+    if on not in DEFAULT_SHAPES:
+        raise RecipeError(f"--on: expected cpu, gpu or h200; got {on}; correct it")
+    wanted = runs.chosen("--shapes", shapes or DEFAULT_SHAPES[on], SHAPES)
+    default = ",".join(ROWS) if on == "h200" else f"{REFERENCE},fp8,fp8-scaled"
+    names = runs.chosen("--rows", rows or default, ROWS | MORE)
+    if on == "h200":
+        tables = project(wanted, names, overrides or [], dump, top)
+        return runs.publish("h200", tables, json, PROJECTED)
     os.environ["JAX_PLATFORMS"] = platform = "cuda" if on == "gpu" else "cpu"
-    names = runs.chosen("--rows", rows, ROWS | MORE)
-    wanted = runs.chosen("--shapes", shapes or ("gpt2-small" if on == "gpu" else "parity"), SHAPES)
     tables = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
@@ -106,7 +119,6 @@ def main(
 
 
 def config_of(shape: str, row: str, overrides: Sequence[str] = ()) -> GPTConfig:
-    """The run whose step is looked at."""
     words = [*SHAPES[shape], *(ROWS | MORE)[row], *overrides]
     return load_kind(GPTConfig, CONFIGS / "gpt" / f"{shape}.yaml", words)
 
@@ -119,7 +131,6 @@ def _measure_or_say(shape: str, overrides: list[str], rounds: int, row: str) -> 
 
 
 def measure(config: GPTConfig, rounds: int) -> dict[str, Any]:
-    """Compile and run the step of a config in this process."""
     gpu = jax.default_backend() == "gpu"
     step, state = train_step(config)
     batches = [random_batch(config, seed) for seed in range(4)]
@@ -154,10 +165,9 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Within the block, attention of `jax.nn` is traced for cuDNN's kernel.
+    """Within the block, trace attention of `jax.nn` for cuDNN's kernel, which plain models do not.
 
-    Plain models do not ask for it. The type of the query decides nothing: a program that is
-    scalified is traced in float32, and `scalify` gives the kernel 16 bits.
+    The query's type is not asked: scalify traces in float32, and gives the kernel 16 bits.
     """
     own = jax.nn.dot_product_attention
 
@@ -169,8 +179,62 @@ def fused_attention() -> Iterator[None]:
         yield
 
 
+def project(
+    shapes: list[str], names: list[str], overrides: list[str], dump: Path | None, top: int
+) -> list[runs.Table]:
+    """Compile the rows of each shape for an H200, and project the time they take."""
+    jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
+    try:
+        h200_topology()
+    except ImportError as error:
+        raise RecipeError(str(error)) from error
+    tables = []
+    for shape in shapes:
+        found: list[dict[str, Any]] = []
+        report = Roofline(())
+        for name in names:
+            Console(stderr=True).print(f"compiling {shape}: {name}", markup=False, highlight=False)
+            _, step, arguments = abstract_step(config_of(shape, name, overrides))
+            with fused_attention():
+                compiled = compile_h200(step, *arguments)
+            if dump is not None:
+                with refused(f"--dump: cannot write to {dump}", "give another folder"):
+                    dump.mkdir(parents=True, exist_ok=True)
+                    (dump / f"{shape}-{name}.hlo").write_text(compiled.as_text() or "", "utf-8")
+            report = roofline(compiled)
+            found.append({"program": name, **described(compiled, report)})
+            jax.clear_caches()
+        plain = [row["projected ms"] for row in found if row["program"] == REFERENCE]
+        for row in found if plain else ():
+            row["over plain"] = row["projected ms"] / plain[0]
+        data = config_of(shape, names[0], overrides).data
+        tokens = f"{data.batch_size} x {data.sequence_length:,} tokens"
+        title = f"Training step of {shape} on an H200, projected, {tokens}"
+        tables.append(runs.Table(title, found))
+        if top:
+            rows = [
+                {"projected ms": 1e3 * t.seconds, "MiB": t.bytes / 2**20, "kernels": t.kernels}
+                | {"from": t.label.replace(f"{CONFIGS.parent}/", "")}
+                for t in report.by_place()[:top]
+            ]
+            tables.append(runs.Table(f"Element-wise kernels of {names[-1]}", rows))
+    return tables
+
+
+def described(compiled: jax.stages.Compiled, report: Roofline) -> dict[str, Any]:
+    """Columns about a compiled program and its projection."""
+    fp8, memory = check_fp8(compiled), compiled.memory_analysis()
+    ms = {total.label: 1e3 * total.seconds for total in report.by_kind()}
+    row: dict[str, Any] = {"projected ms": 1e3 * report.seconds, "over plain": None}
+    row |= {"peak MiB": peak_bytes(compiled) / 2**20}
+    row |= {"temporaries MiB": getattr(memory, "temp_size_in_bytes", 0) / 2**20}
+    row |= {"uncounted loops": report.uncounted} if report.uncounted else {}
+    row |= {"kernels": len(report.kernels), "FP8 matmuls": f"{len(fp8.fp8)} of {len(fp8.matmuls)}"}
+    row |= {"amax": fp8.amax_reductions}
+    return row | {f"{kind} ms": ms.get(kind, 0.0) for kind in KINDS}
+
+
 def random_batch(config: GPTConfig, seed: int = 0) -> np.ndarray:
-    """Windows of random tokens."""
     shape = (config.data.batch_size, config.data.sequence_length + 1)
     return np.random.default_rng(seed).integers(0, config.model.vocab, shape).astype(np.int32)
 
@@ -215,11 +279,7 @@ def advancing(step: Callable[[Any, Any], tuple[Any, Any]], state: Any) -> Callab
 def time_ratio(
     first: Callable[[], object], second: Callable[[], object], rounds: int
 ) -> dict[str, float]:
-    """Columns that compare two functions that wait for their own results.
-
-    They take turns, each round in the other order, so that whatever slows the machine slows both.
-    A ratio is the median over rounds of that of a round.
-    """
+    """Columns that compare the times of two functions, which take turns: medians over rounds."""
     times: tuple[list[Any], list[Any]] = [], []
     for index in range(rounds + 2):  # two rounds to warm up
         for which in (0, 1) if index % 2 else (1, 0):

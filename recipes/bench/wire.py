@@ -33,7 +33,6 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends, by the convention of `bytes_on_wire`."""
         return self.size * _SENT[self.kind](self.devices)
 
 
@@ -46,11 +45,7 @@ def collectives(compiled: Any) -> list[Collective]:
 
 
 def bytes_on_wire(compiled: Any) -> int:
-    """Return the bytes that each device sends in one run of a compiled program, rounded up.
-
-    The convention is that of a ring of n devices, with B bytes of the whole array: reduce-scatter,
-    all-gather and all-to-all send B (n - 1) / n, and an all-reduce twice that.
-    """
+    """Return the bytes that each device of a ring sends in one run of a compiled program."""
     return math.ceil(sum(c.sent for c in collectives(compiled)))
 
 
@@ -70,7 +65,6 @@ def devices_of(header: str) -> int:
 
 
 def _group_size(attributes: str, everyone: int) -> int:
-    """Devices that take part in a collective together."""
     if "replica_groups=" not in attributes or "replica_groups={}" in attributes:
         return everyone
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):

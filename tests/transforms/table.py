@@ -1,15 +1,21 @@
 """Everyday functions: what users of `jax.numpy`, `jax.nn`, `jax.lax`, `jax.random` write.
 
-An entry is a name, a function and its arguments. The arguments are drawn once, and scaled.
+A function is an expression; its arguments are the names of `ARGUMENTS` in it. `f.{g h}(A)` stands
+for two, and a bar between two. All are drawn once, and scaled.
 """
 
-from collections.abc import Callable
+import ast
+import functools
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax, nn
+import optax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 _RANDOM = np.random.default_rng(0)
 
@@ -18,369 +24,263 @@ def normal(*shape: int) -> jax.Array:
     return jnp.asarray(_RANDOM.normal(size=shape), jnp.float32)
 
 
-def positive(*shape: int) -> jax.Array:
-    return jnp.asarray(_RANDOM.uniform(0.5, 2.0, size=shape), jnp.float32)
+def uniform(low: float, high: float) -> jax.Array:
+    return jnp.asarray(_RANDOM.uniform(low, high, size=(4, 6)), jnp.float32)
 
 
-def inside(*shape: int) -> jax.Array:
-    return jnp.asarray(_RANDOM.uniform(-0.9, 0.9, size=shape), jnp.float32)
-
-
-A, B, C, P, Q, IN = (
-    normal(4, 6),
-    normal(4, 6),
-    normal(6, 5),
-    positive(4, 6),
-    positive(4, 6),
-    inside(4, 6),
-)
-V, W, S = normal(6), normal(6), normal(4, 4)
-SPD = S @ S.T + 4 * jnp.eye(4)
-IMAGE, KERNEL = normal(2, 8, 8, 3), normal(3, 3, 3, 4)
+S = normal(4, 4)
+ARGUMENTS = {
+    "A": normal(4, 6),
+    "B": normal(4, 6),
+    "C": normal(6, 5),
+    "V": normal(6),
+    "W": normal(6),
+}
+ARGUMENTS |= {"P": uniform(0.5, 2.0), "Q": uniform(0.5, 2.0), "U": uniform(-0.9, 0.9)}
+ARGUMENTS |= {"S": S, "M": S / 4, "SPD": S @ S.T + 4 * jnp.eye(4)}
+ARGUMENTS |= {
+    "IMAGE": normal(2, 8, 8, 3),
+    "KERNEL": normal(3, 3, 3, 4),
+    "QKV": normal(3, 2, 4, 2, 8),
+}
+A, WEIGHT = ARGUMENTS["A"], ARGUMENTS["C"]
 IDS = jnp.asarray([0, 2, 2, 3])
 MASK = jnp.asarray(_RANDOM.random((4, 6)) < 0.5)
 KEY = jax.random.key(3)
+NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 class Entry(NamedTuple):
     """One function of the table; ``steps`` is the tolerance in units of float32's epsilon."""
 
-    name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    differentiable: bool = True
+    grad: bool = True
     steps: float = 64.0
+    slow: bool = False
 
 
-def _unary(module: Any, names: str, x: Any, **options: Any) -> list[Entry]:
-    prefix = module.__name__.removeprefix("jax.")
-    return [Entry(f"{prefix}.{n}", getattr(module, n), (x,), **options) for n in names.split()]
+@jax.custom_vjp
+def clipped_gradient(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
 
 
-def _binary(module: Any, names: str, x: Any, y: Any, **options: Any) -> list[Entry]:
-    prefix = module.__name__.removeprefix("jax.")
-    return [Entry(f"{prefix}.{n}", getattr(module, n), (x, y), **options) for n in names.split()]
-
-
-ELEMENTWISE = [
-    *_unary(
-        jnp, "sin cos tanh sinh cosh arctan arcsinh exp exp2 expm1 square abs negative sinc", A
-    ),
-    *_unary(jnp, "log log2 log10 log1p sqrt cbrt reciprocal i0", P),
-    *_unary(jnp, "arcsin arccos arctanh tan", IN),
-    *_unary(
-        jnp, "floor ceil rint trunc sign signbit isnan isinf isfinite", A, differentiable=False
-    ),
-    *_unary(jnp, "deg2rad rad2deg nan_to_num conj real fabs positive", A),
-    *_binary(jnp, "add subtract multiply maximum minimum logaddexp logaddexp2 hypot arctan2", A, B),
-    *_binary(jnp, "divide true_divide power float_power fmod remainder copysign heaviside", P, Q),
-    *_binary(
-        jnp,
-        "greater less equal not_equal less_equal greater_equal isclose",
-        A,
-        B,
-        differentiable=False,
-    ),
-    *_binary(jnp, "floor_divide", P, Q, differentiable=False),
-    Entry("jnp.clip", lambda x: jnp.clip(x, -0.5, 0.7), (A,)),
-    Entry("jnp.where", lambda x, y: jnp.where(MASK, x, y), (A, B)),
-    Entry("jnp.where_constant", lambda x: jnp.where(MASK, x, 0.25), (A,)),
-    Entry("jnp.where_infinite", lambda x: jnp.where(MASK, x, -jnp.inf), (A,)),
-    Entry("jnp.where_lowest", lambda x: jnp.where(MASK, x, jnp.finfo(x.dtype).min), (A,)),
-    Entry("jnp.select", lambda x, y: jnp.select([x > 1, x > 0], [x, y], 3.0), (A, B)),
-    Entry("jnp.divmod", lambda x, y: jnp.divmod(x, y)[1], (P, Q)),
-    Entry("jnp.frexp", lambda x: jnp.frexp(x)[0], (A,), False),
-    Entry("jnp.ldexp", lambda x: jnp.ldexp(x, 3), (A,)),
-    Entry("jnp.nextafter", lambda x, y: jnp.nextafter(x, y), (A, B), False),
-    Entry(
-        "python operators", lambda x, y: (2 * x - y / 3 + 1) * -x + x**3 - 4 / (y * y + 1), (A, B)
-    ),
-    Entry("constants", lambda x: 1e-6 * x + 1e6 * x**2 - 0.1, (A,)),
-    Entry("astype int", lambda x: (x * 3).astype(jnp.int32), (A,), False),
-    Entry("astype bool", lambda x: x.astype(bool), (A,), False),
-    Entry(
-        "astype float16", lambda x: x.astype(jnp.float16).astype(jnp.float32), (A,), True, 2.0**16
-    ),
-    Entry("from integers", lambda x: x * jnp.arange(6) + jnp.ones(6, jnp.int32), (A,)),
-    Entry("view", lambda x: x.view(jnp.int32), (A,), False),
-]
-
-ACTIVATIONS = [
-    *_unary(nn, "relu relu6 sigmoid softplus sparse_plus soft_sign silu swish log_sigmoid tanh", A),
-    *_unary(
-        nn, "leaky_relu hard_sigmoid hard_silu hard_tanh elu celu selu gelu mish squareplus", A
-    ),
-    *_unary(nn, "softmax log_softmax logsumexp standardize identity sparse_sigmoid", A),
-    Entry("nn.glu", nn.glu, (A,)),
-    Entry("nn.gelu exact", lambda x: nn.gelu(x, approximate=False), (A,)),
-    Entry("nn.softmax where", lambda x: nn.softmax(x, where=MASK), (A,)),
-    Entry("nn.softmax axis", lambda x: nn.softmax(x, axis=0), (A,)),
-    Entry("nn.log_softmax large", lambda x: nn.log_softmax(x * 100), (A,)),
-    Entry("nn.logsumexp where", lambda x: nn.logsumexp(x, axis=1, where=x > -9), (A,)),
-    Entry("nn.logsumexp infinite", lambda x: nn.logsumexp(jnp.where(MASK, x, -jnp.inf)), (A,)),
-    Entry("nn.logsumexp weights", lambda x, p: nn.logsumexp(x, b=p), (A, P)),
-    Entry("nn.one_hot", lambda x: nn.one_hot(IDS, 6) * x, (A,)),
-    Entry(
-        "nn.attention",
-        lambda q, k, v: nn.dot_product_attention(q, k, v),
-        (normal(2, 4, 2, 8), normal(2, 4, 2, 8), normal(2, 4, 2, 8)),
-    ),
-    Entry(
-        "nn.attention causal",
-        lambda q, k, v: nn.dot_product_attention(q, k, v, is_causal=True),
-        (normal(2, 4, 2, 8), normal(2, 4, 2, 8), normal(2, 4, 2, 8)),
-    ),
-    Entry("nn.relu max", lambda x: jnp.max(nn.relu(x), axis=-1), (A,)),
-]
-
-SHAPES = [
-    *_unary(jnp, "ravel transpose flip fliplr flipud squeeze atleast_3d copy array", A),
-    *_unary(jnp, "diag diagonal trace tril triu rot90", S),
-    Entry("jnp.reshape", lambda x: x.reshape(3, 8), (A,)),
-    Entry("jnp.swapaxes", lambda x: jnp.swapaxes(x, 0, 1), (A,)),
-    Entry("jnp.moveaxis", lambda x: jnp.moveaxis(x, -1, 0), (IMAGE,)),
-    Entry("jnp.expand_dims", lambda x: x[:, None, :, None], (A,)),
-    Entry("jnp.broadcast_to", lambda x: jnp.broadcast_to(x, (3, 4, 6)), (A,)),
-    Entry("jnp.concatenate", lambda x, y: jnp.concatenate([x, y * 3]), (A, B)),
-    Entry("jnp.stack", lambda x, y: jnp.stack([x, y * y, x]), (A, B)),
-    Entry("jnp.hstack", lambda x, y: jnp.hstack([x, y]), (A, B)),
-    Entry("jnp.split", lambda x: jnp.split(x, 3, axis=1)[1], (A,)),
-    Entry("jnp.tile", lambda x: jnp.tile(x, (2, 3)), (A,)),
-    Entry("jnp.repeat", lambda x: jnp.repeat(x, 2, axis=1), (A,)),
-    Entry("jnp.roll", lambda x: jnp.roll(x, 2, axis=1), (A,)),
-    Entry("jnp.pad", lambda x: jnp.pad(x, 1), (A,)),
-    Entry("jnp.pad constant", lambda x: jnp.pad(x, 1, constant_values=2.5), (A,)),
-    Entry("jnp.pad reflect", lambda x: jnp.pad(x, 2, mode="reflect"), (A,)),
-    Entry("jnp.take", lambda x: jnp.take(x, IDS, axis=1), (A,)),
-    Entry(
-        "jnp.take fill", lambda x: jnp.take(x, IDS + 3, axis=1, mode="fill", fill_value=1.5), (A,)
-    ),
-    Entry("jnp.take_along_axis", lambda x: jnp.take_along_axis(x, IDS[:, None], 1), (A,)),
-    Entry("x[i]", lambda x: x[1:3, ::2] + x[IDS[:2], 1][:, None], (A,)),
-    Entry("x[mask]", lambda x: x[jnp.nonzero(MASK, size=5)], (A,)),
-    Entry("x.at.set", lambda x, v: x.at[1].set(v * 3), (A, V)),
-    Entry("x.at.set constant", lambda x: x.at[:, 2].set(7.0), (A,)),
-    Entry("x.at.add", lambda x, v: x.at[IDS].add(v), (A, V)),
-    Entry("x.at.mul", lambda x, v: x.at[1].mul(v), (A, V)),
-    Entry("x.at.max", lambda x, v: x.at[IDS[:2]].max(v), (A, V)),
-    Entry("x.at.min", lambda x, v: x.at[IDS[:2]].min(v), (A, V), False),
-    Entry("jnp.zeros_like", lambda x: jnp.zeros_like(x) + x, (A,)),
-    Entry("jnp.ones_like", lambda x: jnp.ones_like(x) * 2 - x, (A,)),
-    Entry("jnp.full_like", lambda x: jnp.full_like(x, 3.7) * x, (A,)),
-    Entry("jnp.linspace", lambda x: jnp.linspace(x[0, 0], x[1, 1], 5), (A,)),
-    Entry("jnp.meshgrid", lambda v, w: jnp.meshgrid(v, w)[1] * v, (V, W)),
-    Entry("lax.dynamic_slice", lambda x: lax.dynamic_slice(x, (IDS[0] + 1, 2), (2, 3)), (A,)),
-    Entry(
-        "lax.dynamic_update_slice",
-        lambda x, v: lax.dynamic_update_slice(x, v[None] * 5, (IDS[0], 0)),
-        (A, V),
-    ),
-    Entry("lax.rev", lambda x: lax.rev(x, (0, 1)), (A,)),
-    Entry("lax.pad", lambda x, v: lax.pad(x, v[0], ((0, 0, 1), (1, 1, 0))), (A, V)),
-    Entry("lax.expand_dims", lambda x: lax.expand_dims(x, (1,)), (A,)),
-    Entry("lax.broadcast_in_dim", lambda v: lax.broadcast_in_dim(v, (3, 6), (1,)), (V,)),
-]
-
-REDUCTIONS = [
-    *_unary(jnp, "sum mean max min prod var std ptp median cumsum nansum nanmean nanmax", A),
-    *_unary(jnp, "argmax argmin count_nonzero argsort any all", A, differentiable=False),
-    *_unary(jnp, "cumprod nanprod", P),
-    *_unary(lax, "cummax cummin cumlogsumexp", A),
-    *_unary(jnp, "sort diff cov gradient", V),
-    Entry("jnp.corrcoef", jnp.corrcoef, (A,)),
-    Entry("jnp.sum axis", lambda x: x.sum(axis=0, keepdims=True), (A,)),
-    Entry("jnp.sum where", lambda x: jnp.sum(x, where=MASK), (A,)),
-    Entry("jnp.mean axis", lambda x: x.mean(axis=(0, 1)), (A,)),
-    Entry("jnp.var axis", lambda x: x.var(axis=-1, ddof=1), (A,)),
-    Entry("jnp.max initial", lambda x: jnp.max(x, axis=1, initial=-jnp.inf), (A,)),
-    Entry("jnp.max where", lambda x: jnp.max(x, axis=1, initial=0.1, where=MASK), (A,)),
-    Entry("jnp.average", lambda x, p: jnp.average(x, weights=p), (A, P)),
-    Entry("jnp.quantile", lambda x: jnp.quantile(x, 0.3, axis=1), (A,)),
-    Entry("jnp.percentile", lambda x: jnp.percentile(x, 70), (A,)),
-    Entry("jnp.histogram", lambda x: jnp.histogram(x, bins=4, range=(-2, 2))[0], (A,), False),
-    Entry("jnp.searchsorted", lambda v: jnp.searchsorted(jnp.sort(v), v), (V,), False),
-    Entry("jnp.interp", lambda v, w: jnp.interp(v, jnp.linspace(-3.0, 3.0, 6), w), (V, W)),
-    Entry("lax.top_k", lambda x: lax.top_k(x, 3)[0], (A,)),
-    Entry("lax.sort pair", lambda x, y: lax.sort((x, y), num_keys=1)[1], (A, B)),
-    Entry("lax.reduce", lambda x: lax.reduce(x, 0.0, lax.add, (0,)), (A,), False),
-    Entry("lax.cumsum reverse", lambda x: lax.cumsum(x, axis=1, reverse=True), (A,)),
-    Entry("lax.associative_scan", lambda x: lax.associative_scan(jnp.multiply, x), (P,)),
-    Entry(
-        "lax.reduce_window max",
-        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
-        (IMAGE,),
-    ),
-    Entry(
-        "lax.reduce_window sum",
-        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 1, 1, 1), "SAME"),
-        (IMAGE,),
-    ),
-    Entry("segment_sum", lambda x: jax.ops.segment_sum(x, IDS, 5), (A,)),
-    Entry("segment_max", lambda x: jax.ops.segment_max(x, IDS, 4), (A,), False),
-    Entry("at.apply", lambda x: x.at[IDS[1:3]].apply(jnp.sin), (A,), False),
-    Entry("norm clipping", lambda x: x * jnp.minimum(1.0, 0.5 / jnp.sqrt(jnp.sum(x**2))), (A,)),
-    Entry(
-        "layer norm",
-        lambda x: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6),
-        (A,),
-        True,
-        512.0,
-    ),
-    Entry("rms norm", lambda x: x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6), (A,)),
-]
-
-PRODUCTS = [
-    Entry("x @ y", lambda x, y: x @ y, (A, C)),
-    Entry("jnp.dot", lambda v, w: jnp.dot(v, w), (V, W)),
-    Entry("jnp.vdot", lambda v, w: jnp.vdot(v, w), (V, W)),
-    Entry("jnp.outer", lambda v, w: jnp.outer(v, w), (V, W)),
-    Entry("jnp.inner", lambda x, y: jnp.inner(x, y), (A, B)),
-    Entry("jnp.kron", lambda x, y: jnp.kron(x, y), (A, C)),
-    Entry("jnp.cross", lambda v, w: jnp.cross(v[:3], w[:3]), (V, W)),
-    Entry("jnp.tensordot", lambda x, y: jnp.tensordot(x, y, 1), (A, C)),
-    Entry("jnp.einsum", lambda x, y: jnp.einsum("ij,kj,j->ik", x, y, y[0]), (A, B)),
-    Entry("jnp.einsum batch", lambda x: jnp.einsum("bhwc,bhvc->bhwv", x, x), (IMAGE,)),
-    Entry("jnp.matmul batch", lambda x, y: x[None] @ jnp.stack([y, y]), (A, C)),
-    Entry("jnp.convolve", lambda v, w: jnp.convolve(v, w), (V, W)),
-    Entry("jnp.polyval", lambda v, x: jnp.polyval(v, x), (V, A)),
-    Entry(
-        "lax.conv",
-        lambda x, k: lax.conv_general_dilated(
-            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        ),
-        (IMAGE, KERNEL),
-    ),
-    Entry(
-        "lax.conv strided",
-        lambda x, k: lax.conv_general_dilated(
-            x, k, (2, 2), "VALID", rhs_dilation=(2, 2), dimension_numbers=("NHWC", "HWIO", "NHWC")
-        ),
-        (IMAGE, KERNEL),
-    ),
-    Entry(
-        "lax.conv_transpose", lambda x, k: lax.conv_transpose(x, k, (2, 2), "SAME"), (IMAGE, KERNEL)
-    ),
-    Entry(
-        "lax.ragged_dot",
-        lambda x, y: lax.ragged_dot(x, jnp.stack([y, y * 2]), jnp.asarray([1, 3], jnp.int32)),
-        (A, C),
-    ),
-    Entry("closed-over weight", lambda x: x @ (C * 3), (A,)),
-    Entry("embedding", lambda table: table[IDS] * 2, (A,)),
-    Entry(
-        "lax.dot preferred", lambda x, y: lax.dot(x, y, preferred_element_type=jnp.float32), (A, C)
-    ),
-]
-
-LINEAR_ALGEBRA = [
-    Entry("linalg.norm", jnp.linalg.norm, (A,)),
-    Entry("linalg.norm 1", lambda x: jnp.linalg.norm(x, ord=1, axis=0), (A,)),
-    Entry("linalg.inv", jnp.linalg.inv, (SPD,), True, 2048.0),
-    Entry("linalg.det", jnp.linalg.det, (SPD,), True, 2048.0),
-    Entry("linalg.slogdet", lambda x: jnp.linalg.slogdet(x)[1], (SPD,), True, 2048.0),
-    Entry("linalg.solve", lambda x, y: jnp.linalg.solve(x, y), (SPD, A), True, 2048.0),
-    Entry("linalg.cholesky", jnp.linalg.cholesky, (SPD,), True, 2048.0),
-    Entry("linalg.qr", lambda x: jnp.linalg.qr(x)[1], (C,), True, 2048.0),
-    Entry("linalg.svd", lambda x: jnp.linalg.svd(x, compute_uv=False), (A,), True, 2048.0),
-    Entry("linalg.eigh", lambda x: jnp.linalg.eigh(x)[0], (SPD,), True, 2048.0),
-    Entry("linalg.eigvalsh", jnp.linalg.eigvalsh, (SPD,), True, 2048.0),
-    Entry("linalg.pinv", jnp.linalg.pinv, (A,), False, 2048.0),
-    Entry("linalg.matrix_power", lambda x: jnp.linalg.matrix_power(x, 3), (S,)),
-    Entry("linalg.lstsq", lambda x, y: jnp.linalg.lstsq(x, y)[0], (C, V), False, 2048.0),
-    Entry(
-        "scipy.solve_triangular",
-        lambda x, y: jax.scipy.linalg.solve_triangular(x, y, lower=True),
-        (SPD, A),
-        True,
-        2048.0,
-    ),
-    Entry(
-        "scipy.cho_solve",
-        lambda x, y: jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(x), y),
-        (SPD, A),
-        True,
-        2048.0,
-    ),
-    Entry("scipy.expm", jax.scipy.linalg.expm, (SPD / 8,), True, 4096.0),
-    Entry(
-        "scipy.cg",
-        lambda x, v: jax.scipy.sparse.linalg.cg(x, v, maxiter=30)[0],
-        (SPD, V[:4]),
-        True,
-        4096.0,
-    ),
-]
-
-FFT = [
-    Entry("fft.fft", lambda x: jnp.abs(jnp.fft.fft(x)), (A,)),
-    Entry("fft.ifft", lambda x: jnp.fft.ifft(jnp.fft.fft(x) * 2).real, (A,)),
-    Entry("fft.rfft", lambda x: jnp.fft.rfft(x).imag, (A,)),
-    Entry("fft.irfft", lambda x: jnp.fft.irfft(jnp.fft.rfft(x)), (A,)),
-    Entry("fft.fft2", lambda x: jnp.fft.fft2(x).real, (A,)),
-    Entry("fft.fftshift", lambda x: jnp.fft.fftshift(x), (A,)),
-    Entry("fft.rfft2", lambda x: jnp.abs(jnp.fft.rfft2(x)) ** 2, (A,)),
-    Entry("complex", lambda x, y: jnp.abs((x + 1j * y) * jnp.exp(1j * x)), (A, B)),
-    Entry("jnp.angle", lambda x, y: jnp.angle(lax.complex(x, y)), (A, B)),
-]
-
-SPECIAL = [
-    *_unary(jax.scipy.special, "erf erfc erfinv entr ndtr log_ndtr i0e i1e expit", IN),
-    *_unary(jax.scipy.special, "gammaln digamma gamma", P),
-    Entry("special.logit", jax.scipy.special.logit, (P / 4,)),
-    Entry("special.xlogy", jax.scipy.special.xlogy, (P, Q)),
-    Entry("special.betaln", jax.scipy.special.betaln, (P, Q)),
-    Entry("special.gammainc", jax.scipy.special.gammainc, (P, Q), False),
-    Entry("special.betainc", lambda x, y: jax.scipy.special.betainc(x, y, 0.4), (P, Q), False),
-    Entry("special.zeta", lambda p: jax.scipy.special.zeta(p + 1, 2.0), (P,), False),
-    Entry("special.polygamma", lambda p: jax.scipy.special.polygamma(1, p), (P,)),
-    Entry("stats.norm.logpdf", jax.scipy.stats.norm.logpdf, (A,)),
-    Entry("stats.norm.cdf", jax.scipy.stats.norm.cdf, (A,)),
-    Entry("stats.laplace.logpdf", jax.scipy.stats.laplace.logpdf, (A,)),
-]
-
-RANDOM = [
-    Entry("random.normal", lambda x: x + jax.random.normal(KEY, x.shape), (A,)),
-    Entry("random.uniform", lambda x: x * jax.random.uniform(KEY, x.shape), (A,)),
-    Entry(
-        "random.uniform range",
-        lambda v: jax.random.uniform(KEY, (6,), minval=v, maxval=v + 1),
-        (V,),
-    ),
-    Entry(
-        "random.bernoulli",
-        lambda x: jnp.where(jax.random.bernoulli(KEY, 0.5, x.shape), x * 2, 0),
-        (A,),
-    ),
-    Entry("random.bernoulli p", lambda p: jax.random.bernoulli(KEY, p / 2), (P,), False),
-    Entry("random.categorical", lambda x: jax.random.categorical(KEY, x), (A,), False),
-    Entry("random.permutation", lambda x: jax.random.permutation(KEY, x), (A,)),
-    Entry("random.choice", lambda x: jax.random.choice(KEY, x, (3,)), (A,)),
-    Entry("random.gumbel", lambda x: nn.softmax(x + jax.random.gumbel(KEY, x.shape)), (A,)),
-    Entry(
-        "random.truncated_normal",
-        lambda x: x * jax.random.truncated_normal(KEY, -2.0, 2.0, x.shape),
-        (A,),
-    ),
-    Entry("random.gamma", lambda p: jax.random.gamma(KEY, p), (P,), True, 2048.0),
-    Entry("random.exponential", lambda x: x * jax.random.exponential(KEY, x.shape), (A,)),
-    Entry("random.randint", lambda x: x[jax.random.randint(KEY, (3,), 0, 4)], (A,)),
-    Entry("random.dropout", lambda x: x * jax.random.bernoulli(KEY, 0.8, x.shape) / 0.8, (A,)),
-]
-
-
-def parted(entries: list[Entry], words: str) -> tuple[list[Entry], list[Entry]]:
-    """Divides entries into those whose last name starts with one of the words, and the rest."""
-    starts = tuple(words.split())
-    mine = [e for e in entries if e.name.split(".")[-1].startswith(starts)]
-    return mine, [e for e in entries if e not in mine]
-
-
-COMPARISONS, _REST = parted(
-    ELEMENTWISE,
-    "maximum minimum greater less equal not_equal isclose clip where select sign isnan isinf "
-    "isfinite heaviside copysign",
+clipped_gradient.defvjp(
+    lambda x: (jnp.sin(x), x), lambda x, g: (jnp.clip(g * jnp.cos(x), -0.5, 0.5),)
 )
-RATIOS, _REST = parted(
-    _REST, "divide true_divide reciprocal sqrt hypot arctan2 fmod remainder floor_divide divmod"
-)
-CASTS, FUNCTIONS = parted(_REST, "astype from view frexp ldexp")
+
+
+@jax.custom_jvp
+def steep(x: jax.Array) -> jax.Array:
+    return jnp.tanh(x)
+
+
+steep.defjvp(lambda p, t: (jnp.tanh(p[0]), 3 * t[0]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def power_of(x: jax.Array, n: int) -> jax.Array:
+    return x**n
+
+
+power_of.defvjp(lambda x, n: (x**n, {"x": x}), lambda n, r, g: (n * g * r["x"] ** (n - 1),))
+
+
+def straight_through(x: jax.Array) -> jax.Array:
+    return x + lax.stop_gradient(jnp.round(x) - x)
+
+
+def newton(a: Any) -> Any:
+    better = lambda s: ((s[0] + a / s[0]) / 2, s[1] + 1)  # noqa: E731
+    return lax.while_loop(lambda s: s[1] < 6, better, (a, 0))[0]
+
+
+def root(a: Any) -> Any:
+    tangent = lambda g, y: y / g(jnp.ones(()))  # noqa: E731
+    return lax.custom_root(lambda z: z**2 - a, a, lambda f, z: newton(a), tangent)
+
+
+def adam_steps(w: jax.Array, x: jax.Array) -> jax.Array:
+    tx = optax.adamw(0.1)
+    state = tx.init(w)
+
+    def step(carry: Any, _: Any) -> Any:
+        w, state = carry
+        loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        updates, state = tx.update(g, state, w)
+        return (optax.apply_updates(w, updates), state), loss
+
+    return lax.scan(step, (w, state), None, length=4)[0][0]
+
+
+TABLE: list[tuple[dict[str, Any], str]] = [
+    (
+        {},
+        """
+jnp.{sin cos tanh sinh cosh arctan arcsinh exp exp2 expm1 square abs negative sinc}(A)
+jnp.{log log2 log1p sqrt cbrt reciprocal i0}(P) | jnp.{arcsin arccos arctanh tan}(U)
+jnp.{add subtract multiply maximum minimum logaddexp hypot arctan2}(A, B) | jnp.nan_to_num(A)
+jnp.{divide power fmod remainder copysign heaviside}(P, Q) | jnp.{diag diagonal trace tril triu}(S)
+nn.{relu relu6 sigmoid softplus sparse_plus soft_sign silu log_sigmoid tanh leaky_relu}(A)
+nn.{hard_sigmoid hard_silu hard_tanh elu celu selu gelu mish squareplus softmax log_softmax}(A)
+nn.{logsumexp standardize identity sparse_sigmoid}(A) | jnp.{ravel transpose flip squeeze}(A)
+jnp.{sum mean max min prod var std ptp median cumsum}(A) | jnp.cumprod(P)
+lax.{cummax cummin cumlogsumexp}(A) | jnp.{sort diff cov gradient}(V)
+special.{erf erfc erfinv entr ndtr log_ndtr i0e i1e expit}(U) | special.{gammaln digamma gamma}(P)
+jnp.clip(A, -0.5, 0.7) | jnp.where(MASK, A, B) | jnp.where(MASK, A, 0.25)
+jnp.where(MASK, A, -jnp.inf) | jnp.where(MASK, A, jnp.finfo(A.dtype).min)
+jnp.select([A > 1, A > 0], [A, B], 3.0) | jnp.ldexp(A, 3)
+(2 * A - B / 3 + 1) * -A + A**3 - 4 / (B * B + 1) | 1e-6 * A + 1e6 * A**2 - 0.1
+A * jnp.arange(6) + jnp.ones(6, jnp.int32) | nn.glu(A) | nn.gelu(A, approximate=False)
+nn.softmax(A, where=MASK) | nn.softmax(A, axis=0) | nn.log_softmax(A * 100)
+nn.logsumexp(A, axis=1, where=A > -9) | nn.logsumexp(jnp.where(MASK, A, -jnp.inf))
+nn.logsumexp(A, b=P) | nn.one_hot(IDS, 6) * A
+nn.dot_product_attention(QKV[0], QKV[1], QKV[2], is_causal=True) | A.reshape(3, 8)
+jnp.broadcast_to(A, (3, 4, 6)) | jnp.concatenate([A, B * 3]) | jnp.tile(A, (2, 3))
+jnp.repeat(A, 2, axis=1) | jnp.roll(A, 2, axis=1) | jnp.pad(A, 1)
+jnp.pad(A, 1, constant_values=2.5) | jnp.pad(A, 2, mode="reflect") | jnp.take(A, IDS, axis=1)
+jnp.take(A, IDS + 3, axis=1, mode="fill", fill_value=1.5) | jnp.take_along_axis(A, IDS[:, None], 1)
+A[1:3, ::2] + A[IDS[:2], 1][:, None] | A[jnp.nonzero(MASK, size=5)] | A.at[1].set(V * 3)
+A.at[:, 2].set(7.0) | A.at[IDS].add(V) | A.at[IDS[:2]].max(V) | jnp.zeros_like(A) + A
+jnp.ones_like(A) * 2 - A | jnp.full_like(A, 3.7) * A | lax.dynamic_slice(A, (IDS[0] + 1, 2), (2, 3))
+lax.dynamic_update_slice(A, V[None] * 5, (IDS[0], 0)) | lax.rev(A, (0, 1))
+lax.pad(A, V[0], ((0, 0, 1), (1, 1, 0))) | jnp.sum(A, where=MASK)
+jnp.max(A, axis=1, initial=-jnp.inf) | jnp.max(A, axis=1, initial=0.1, where=MASK)
+jnp.quantile(A, 0.3, axis=1) | lax.top_k(A, 3)[0] | lax.sort((A, B), num_keys=1)[1]
+lax.cumsum(A, axis=1, reverse=True) | lax.associative_scan(jnp.multiply, P)
+lax.reduce_window(IMAGE, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+lax.reduce_window(IMAGE, 0.0, lax.add, (1, 2, 2, 1), (1, 1, 1, 1), "SAME")
+jax.ops.segment_sum(A, IDS, 5) | A * lax.rsqrt(jnp.mean(A**2, -1, keepdims=True) + 1e-6) | A @ C
+jnp.dot(V, W) | jnp.outer(V, W) | jnp.kron(A, C) | jnp.cross(V[:3], W[:3]) | jnp.tensordot(A, C, 1)
+jnp.einsum("ij,kj,j->ik", A, B, B[0]) | jnp.einsum("bhwc,bhvc->bhwv", IMAGE, IMAGE)
+A[None] @ jnp.stack([C, C]) | jnp.convolve(V, W) | jnp.polyval(V, A)
+lax.conv_general_dilated(IMAGE, KERNEL, (1, 1), "SAME", dimension_numbers=NHWC)
+lax.conv_general_dilated(IMAGE, KERNEL, (2, 2), "VALID", None, (2, 2), NHWC)
+lax.conv_transpose(IMAGE, KERNEL, (2, 2), "SAME")
+lax.ragged_dot(A, jnp.stack([C, C * 2]), jnp.asarray([1, 3], jnp.int32)) | A @ (WEIGHT * 3)
+A[IDS] * 2 | lax.dot(A, C, preferred_element_type=jnp.float32) | jnp.linalg.norm(A)
+jnp.linalg.norm(A, ord=1, axis=0) | jnp.linalg.matrix_power(S, 3) | jnp.abs(jnp.fft.fft(A))
+jnp.fft.ifft(jnp.fft.fft(A) * 2).real | jnp.fft.rfft(A).imag | jnp.fft.irfft(jnp.fft.rfft(A))
+jnp.fft.fft2(A).real | jnp.abs(jnp.fft.rfft2(A))**2 | jnp.abs((A + 1j * B) * jnp.exp(1j * A))
+jnp.angle(lax.complex(A, B)) | special.logit(P / 4) | special.xlogy(P, Q) | special.polygamma(1, P)
+jax.scipy.stats.norm.logpdf(A) | jax.scipy.stats.norm.cdf(A) | jax.scipy.stats.laplace.logpdf(A)
+A + jax.random.normal(KEY, A.shape) | A * jax.random.uniform(KEY, A.shape)
+jax.random.uniform(KEY, (6,), minval=V, maxval=V + 1)
+jnp.where(jax.random.bernoulli(KEY, 0.5, A.shape), A * 2, 0)
+nn.softmax(A + jax.random.gumbel(KEY, A.shape)) | A * jax.random.exponential(KEY, A.shape)
+A[jax.random.randint(KEY, (3,), 0, 4)] | jax.jit(lambda x, y: x * y + 1)(A, B)
+(lambda f: f(A) + f(2 * A))(jax.jit(lambda a: a * a + 1))
+lax.scan(lambda c, _: (jnp.tanh(c @ M), None), S, length=5)[0]
+lax.scan(lambda c, a: (c + a, c * a), A[0], A)[1]
+lax.scan(lambda c, a: (c + a, c), jnp.zeros(6), A)[1]
+lax.scan(lambda c, a: (c * 0.5 + a, c), A[0], A, reverse=True)[1]
+lax.scan(lambda c, a: (lax.scan(lambda d, _: (d * 0.9 + a, d), c, length=2)[0], c), A[0], A)[1]
+lax.scan(lambda c, a: ((c[0] + 1, c[1] + a * c[0]), c[0]), (0, A[0]), A)[0][1]
+lax.scan(jax.checkpoint(lambda c, _: (jnp.tanh(c @ M), c)), S, length=4)[0]
+lax.scan(lambda c, _: (c * 3, c), A, length=5)[1] | lax.map(lambda a: a / jnp.sum(a**2), A)
+lax.fori_loop(0, 4, lambda i, c: c * 0.5 + i, A)
+lax.fori_loop(0, 4, lambda i, c: c.at[i].set(A[i] * 2), jnp.zeros((4, 6)))
+lax.cond(A[0, 0] > 0, lambda a: a * 3, lambda a: jnp.sin(a), A)
+lax.cond(A[0, 0] > 9, jnp.zeros_like, lambda a: a * a, A)
+lax.switch(IDS[1], [jnp.sin, jnp.exp, lambda a: a * a], A)
+lax.switch((A[0, 0] > 0).astype(int) + 1, [jnp.sin, lambda a: 9 * a, lambda a: a * a], A)
+jax.checkpoint(lambda x, m: jnp.sin(x @ m) @ m)(S, M)
+jax.checkpoint(lambda x, m: jnp.sin(x @ m) @ m, policy=jax.checkpoint_policies.dots_saveable)(S, M)
+checkpoint_name(A * 2, "h")**2 | clipped_gradient(A) | power_of(A, 3) | steep(A)
+lax.scan(lambda c, _: (steep(c), c), A, length=3)[0] | A * lax.stop_gradient(A)
+straight_through(A) | jax.vmap(jnp.dot)(A, B) | jax.vmap(jax.grad(lambda a: jnp.sum(a**3)))(A)
+jax.vmap(lambda a: a / lax.psum(a**2, "i"), axis_name="i")(A)
+jax.vmap(lambda a: lax.scan(lambda c, b: (c + b, c * b), 0.0, a)[1])(A)
+jax.vmap(lambda a: lax.cond(a[0] > 0, jnp.sin, jnp.cos, a))(A) | jax.jvp(jnp.tanh, (A,), (B,))[1]
+jax.vjp(jnp.tanh, A)[1](B)[0] | jax.jacobian(lambda u: u**2 * u[0])(V)
+jax.hessian(lambda u: jnp.sum(u**4) + u[0] * u[1])(V)
+(jax.debug.callback(lambda a: None, A), A * 2)[1] | lax.optimization_barrier(A * 2) + 1
+jax.linearize(jnp.sin, A)[1](B) | jnp.mean((nn.gelu(A @ C) @ C.T - A)**2)
+optax.softmax_cross_entropy_with_integer_labels(A, IDS).mean()
+-lax.reduce_window(-A, jnp.inf, lax.min, (2, 2), (2, 2), "VALID")
+jnp.einsum("te,td->ted", nn.softmax(lax.top_k(A, 3)[0]), A @ C)
+lax.scan(lambda m, a: (0.9 * m + 0.1 * a, m), jnp.zeros(6), A)[0] / (1 - 0.9**4)
+""",
+    ),
+    (
+        {"grad": False},
+        """
+jnp.{floor ceil rint trunc sign signbit isnan isinf isfinite}(A) | jnp.floor_divide(P, Q)
+jnp.{greater less equal not_equal less_equal greater_equal isclose}(A, B)
+jnp.{argmax argmin count_nonzero argsort any all}(A)
+jnp.frexp(A)[0] | jnp.nextafter(A, B) | (A * 3).astype(jnp.int32) | A.astype(bool)
+A.view(jnp.int32) | A.at[IDS[:2]].min(V) | jnp.histogram(A, bins=4, range=(-2, 2))[0]
+jnp.searchsorted(jnp.sort(V), V) | lax.reduce(A, 0.0, lax.add, (0,))
+jax.ops.segment_max(A, IDS, 4) | special.zeta(P + 1, 2.0) | jax.random.bernoulli(KEY, P / 2)
+jax.random.categorical(KEY, A) | newton(P)
+lax.while_loop(lambda c: jnp.sum(c) < 50, lambda c: c * 2, P)
+jax.vmap(lambda r: lax.while_loop(lambda s: jnp.max(s) < 9, lambda s: s * 2, r))(P)
+jax.vmap(lambda n, a: lax.fori_loop(0, n, lambda i, c: jnp.sin(c) + i * a, a))(IDS, A)
+jax.pure_callback(np.sin, jax.ShapeDtypeStruct(A.shape, A.dtype), A, vmap_method="sequential")
+""",
+    ),
+    (
+        {"slow": True},
+        """
+jnp.corrcoef(A) | jnp.interp(V, jnp.linspace(-3.0, 3.0, 6), W) | special.betaln(P, Q)
+jax.random.permutation(KEY, A) | jax.random.choice(KEY, A, (3,))
+A * jax.random.truncated_normal(KEY, -2.0, 2.0, A.shape)
+jnp.{deg2rad rad2deg conj real fabs positive fliplr flipud atleast_3d copy array}(A)
+jnp.{nansum nanmean nanmax}(A) | jnp.nanprod(P) | jnp.log10(P) | jnp.{true_divide float_power}(P, Q)
+jnp.logaddexp2(A, B) | nn.swish(A) | jnp.rot90(S) | jnp.vdot(V, W) | jnp.inner(A, B)
+jnp.divmod(P, Q)[1] | nn.dot_product_attention(QKV[0], QKV[1], QKV[2]) | nn.relu(A).max(-1)
+jnp.swapaxes(A, 0, 1) | jnp.moveaxis(IMAGE, -1, 0) | A[:, None, :, None] | jnp.hstack([A, B])
+lax.expand_dims(A, (1,)) | lax.broadcast_in_dim(V, (3, 6), (1,)) | jnp.meshgrid(V, W)[1] * V
+jnp.linspace(A[0, 0], A[1, 1], 5) | A.at[1].mul(V) | A.mean((0, 1)) | jnp.percentile(A, 70)
+jnp.stack([A, B * B, A]) | jnp.split(A, 3, axis=1)[1] | A.sum(0, keepdims=True) | A.var(-1, ddof=1)
+jnp.average(A, weights=P) | jnp.fft.fftshift(A) | A * jnp.minimum(1.0, 0.5 / jnp.sqrt((A**2).sum()))
+jax.jit(lambda a: jax.jit(jnp.sin)(a) * a)(A) | optax.softmax_cross_entropy(A, nn.one_hot(IDS, 6))
+lax.scan(lambda c, a: (c + a * c, c), A[0], A, unroll=2)[0] | optax.huber_loss(A, B)
+jax.jvp(jax.grad(lambda u: jnp.sum(jnp.sin(u))), (V,), (W,))[1] | optax.cosine_similarity(A, B)
+optax.sigmoid_binary_cross_entropy(A, 1.0) | optax.kl_divergence(nn.log_softmax(A), nn.softmax(B))
+jnp.sum(jax.grad(lambda a: jnp.sum(jnp.tanh(a @ WEIGHT)))(A) ** 2)
+A * jnp.sqrt(0.3) + jax.random.normal(KEY, A.shape) * 0.7**0.5
+""",
+    ),
+    ({"grad": False, "slow": True}, "special.gammainc(P, Q) | special.betainc(P, Q, 0.4)"),
+    ({"steps": 2.0**16}, "A.astype(jnp.float16).astype(jnp.float32)"),
+    ({"steps": 1024.0}, "root(P[0, 0])"),
+    (
+        {"steps": 512.0},
+        """
+(A - A.mean(-1, keepdims=True)) * lax.rsqrt(A.var(-1, keepdims=True) + 1e-6)
+(A - A.mean(0)) / jnp.sqrt(A.var(0) + 1e-5)
+lax.fori_loop(0, 5, lambda i, v: (lambda u: u / jnp.linalg.norm(u))(S @ v), jnp.ones(4))
+""",
+    ),
+    (
+        {"steps": 2048.0},
+        """
+jnp.linalg.inv(SPD) | jnp.linalg.det(SPD) | jnp.linalg.solve(SPD, A) | jnp.linalg.cholesky(SPD)
+jnp.linalg.qr(C)[1] | jnp.linalg.svd(A, compute_uv=False) | jnp.linalg.eigh(SPD)[0]
+jax.scipy.linalg.solve_triangular(SPD, A, lower=True)
+jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(SPD), A) | adam_steps(C, A)
+""",
+    ),
+    ({"steps": 2048.0, "slow": True}, "jnp.linalg.slogdet(SPD)[1] | jax.random.gamma(KEY, P)"),
+    ({"steps": 2048.0, "grad": False}, "jnp.linalg.pinv(A) | jnp.linalg.lstsq(C, V)[0]"),
+    ({"steps": 4096.0}, "jax.scipy.sparse.linalg.cg(SPD, V[:4], maxiter=30)[0]"),
+    ({"steps": 4096.0, "slow": True}, "jax.scipy.linalg.expm(SPD / 8)"),
+]
+
+
+KNOWN = globals() | {"nn": jax.nn, "special": jax.scipy.special, "checkpoint_name": checkpoint_name}
+
+
+def _entries(text: str, **options: Any) -> Iterator[tuple[str, Entry]]:
+    for line in re.split(r" \| |\n", text.strip()):
+        head, names, tail = re.split(r"\{(.*)\}", line) if "{" in line else (line, "", "")
+        for name in names.split() or [""]:
+            code = f"{head}{name}{tail}"
+            used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+            given = [key for key in ARGUMENTS if key in used]
+            function = eval(f"lambda {', '.join(given)}: {code}", KNOWN)
+            yield code, Entry(function, tuple(ARGUMENTS[key] for key in given), **options)
+
+
+ENTRIES = {code: e for options, text in TABLE for code, e in _entries(text, **options)}

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,23 +13,11 @@ from jax.interpreters import mlir
 
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.core import cudnn_of
-from unitscale.transforms import (
-    cast_data,
-    get_data_scale,
-    scalify,
-)
+from unitscale.transforms import cast_data, get_data_scale, scalify
 
 
 def scale_of(function: Callable[..., Any], *args: Any) -> float:
     return float(scalify(lambda *a: get_data_scale(function(*a))[1])(*args))
-
-
-@pytest.mark.parametrize("width", [1, 48, 1024])
-def test_dot_grows_by_the_root_of_the_contraction(width: int) -> None:
-    x = ScaledArray(jnp.ones((2, width)), jnp.float32(4.0))
-    w = ScaledArray(jnp.ones((width, 3)), jnp.float32(0.5))
-    expected = 2.0 * 2.0 ** round(np.log2(np.sqrt(width)))
-    assert scale_of(lambda a, b: a @ b, x, w) == expected
 
 
 def test_plain_numbers_carry_their_own_magnitude() -> None:
@@ -140,29 +127,25 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("number", [-0.0, jnp.inf, 3.3])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_number_that_enters_a_call(call: str, number: float) -> None:
-    value = jnp.asarray([1.0, -2.0, 3.0])
+def test_a_number_that_enters_a_call(call: str) -> None:
+    operators = (lax.mul, lambda x, n: n * x, lax.div, lambda x, n: x - n * x)
 
     def function(x: jax.Array) -> list[jax.Array]:
-        operators = (lax.mul, lambda x, n: n * x, lax.div, lambda x, n: x - n * x)
-        return [CALLS[call](f)(x, number) for f in operators]
+        return [CALLS[call](f)(x, number) for f in operators for number in (-0.0, jnp.inf, 3.3)]
 
-    for bits, dtypes in {32: ["float32", "bfloat16", "float16"], 64: ["float64"]}.items():
-        with jax.enable_x64(bits == 64):
-            for dtype in dtypes:
-                x = as_scaled(value.astype(dtype))
-                expected = [np.asarray(y, np.float64) for y in function(to_array(x))]
-                for found, e in zip(to_array(scalify(function)(x)), expected, strict=True):
-                    np.testing.assert_allclose(found, e, rtol=4 * float(jnp.finfo(dtype).eps))
+    for dtype in ("float32", "float16", "float64"):
+        with jax.enable_x64(dtype == "float64"):
+            x = as_scaled(jnp.asarray([1.0, -2.0, 3.0], dtype))
+            expected = [np.asarray(y, np.float64) for y in function(to_array(x))]
+            for found, e in zip(to_array(jax.jit(scalify(function))(x)), expected, strict=True):
+                np.testing.assert_allclose(found, e, rtol=4 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.parametrize("width", [16, 1024])
 @pytest.mark.parametrize("program", ["chain", "power", "steps"])
-def test_products_of_one_sign_grow_by_the_number_of_terms(program: str, width: int) -> None:
+def test_products_of_one_sign_grow_by_the_number_of_terms(program: str) -> None:
     """In one program, and from step to step: nothing saturates, though its root was expected."""
-    rng = np.random.default_rng(0)
+    rng, width = np.random.default_rng(0), 1024
     x = rng.uniform(size=(4, width))
     matrix = rng.uniform(size=(width, width))
     given = as_scaled(jax.tree.map(jnp.float32, (x, matrix)), dtype=jnp.float16)
@@ -189,19 +172,14 @@ def down(primitive: str, terms: int) -> float:
 )
 def test_growth_decides_the_scale_of_a_product(strategy: Any, scale: float) -> None:
     x = ScaledArray(jnp.ones((2, 48)), jnp.float32(1.0))
-    product = scalify(lambda a: get_data_scale(a @ a.T)[1], static_scaling=strategy)(x)
-    assert float(product) == scale
+    product = scalify(lambda a: get_data_scale(a @ a.T)[1], static_scaling=strategy)
+    assert float(product(x)) == scale
+    assert float(product(x[:, :1])) == 1.0  # one term does not grow
 
 
-def test_no_growth_for_one_term() -> None:
-    x = ScaledArray(jnp.ones((3, 1)), jnp.float32(1.0))
-    product = scalify(lambda a: get_data_scale(a @ a.T)[1], static_scaling=lambda p, n: 16.0)(x)
-    assert float(product) == 1.0
-
-
-@pytest.mark.parametrize("result", [0.0, -1.0, math.inf, "big"])
+@pytest.mark.parametrize("result", [0.0, math.inf, "big"])
 def test_a_function_must_return_a_positive_number(result: Any) -> None:
-    with pytest.raises(ValueError, match="must return a positive finite number; got"):
+    with pytest.raises(ValueError, match="positive"):
         scalify(jnp.dot, static_scaling=lambda p, n: result)(*[as_scaled(jnp.ones(4))] * 2)
 
 
@@ -286,12 +264,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("sizes", [(1.0, 1.0), (2.0**-12, 2.0**10)])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_values_and_gradients(name: str, sizes: tuple[float, float], dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, jnp.float16) for name in OPTIONS), ("causal", jnp.bfloat16)]
+)
+def test_values_and_gradients(name: str, dtype: Any) -> None:
     rng = np.random.default_rng(0)
-    of_w, of_x = sizes
+    of_w, of_x = 2.0**-12, 2.0**10
     w, x, r = (
         jnp.asarray(n * rng.normal(size=s), jnp.float32)
         for n, s in ((of_w, (3, 8, 8)), (of_x, SHAPE), (1e-4, SHAPE))

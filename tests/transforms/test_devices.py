@@ -34,82 +34,60 @@ def mesh() -> Mesh:
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_inside_shard_map(name: str, mesh: Mesh) -> None:
+    """In float16, too, of small numbers that functions made, larger on one of the devices."""
     function, out = COLLECTIVES[name]
-    program = jax.shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=out, check_vma=False)
-    expected = program(X)
-    run = jax.jit(scalify(program))
-    for scale in (1.0, 2.0**12, 2.0**-12):
+    specs = {"mesh": mesh, "in_specs": P("d"), "out_specs": out, "check_vma": False}
+    program = jax.shard_map(lambda x: function(lax.erf(x)), **specs)
+    run, expected = jax.jit(scalify(program)), program(X)
+    for scale in (1.0, 2.0**12):
         actual = to_array(run(ScaledArray(X / scale, jnp.float32(scale))))
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_what_each_device_measures_by_itself(name: str, mesh: Mesh) -> None:
-    """In float16, of small numbers that functions made, which are larger on one of the devices."""
-    function, out = COLLECTIVES[name]
-    program = jax.shard_map(
-        lambda x: function(lax.erf(x)), mesh=mesh, in_specs=P("d"), out_specs=out, check_vma=False
-    )
     x = X * jnp.where(jnp.arange(8) < 4, 2.0**-20, 2.0**-25)[:, None]
-    actual = to_array(jax.jit(scalify(program))(as_scaled(x, dtype=jnp.float16)))
+    actual = to_array(run(as_scaled(x, dtype=jnp.float16)))
     np.testing.assert_allclose(actual, program(x), atol=2e-3 * np.abs(program(x)).max())
 
 
-def test_a_sum_of_8_bits_over_devices_is_of_16(mesh: Mesh) -> None:
-    program = jax.shard_map(
-        lambda a: a * lax.psum(a, "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d")
-    )
-    x = ScaledArray(jnp.asarray([1.875, -0.0546875], jnp.float8_e4m3fn), jnp.float32(4.0))
-    np.testing.assert_allclose(to_array(scalify(program)(x)), program(x.value), rtol=2.0**-8)
+HALVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "a sum of 8 bits": (
+        lambda x: x * lax.psum(x, "d"),
+        ScaledArray(jnp.asarray([1.875, -0.0546875], jnp.float8_e4m3fn), jnp.float32(4.0)),
+    ),
+    "a large sum": (
+        lambda x: x / lax.psum(x * 2, "d"),
+        as_scaled(jnp.full((2, 4), 60000.0), dtype=jnp.float16),
+    ),
+    "a mean": (
+        lambda x: x / lax.pmean(1 + abs(x), "d"),
+        as_scaled(jnp.asarray([1.0, 2.0]), dtype=jnp.float16),
+    ),
+}
 
 
-def test_gradients_through_a_mean_over_devices(mesh: Mesh) -> None:
-    program = jax.shard_map(
-        lambda a: a / lax.pmean(1 + abs(a), "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d")
-    )
-    gradient = jax.grad(lambda x: jnp.sum(jnp.asarray([1.0, 0.5], x.dtype) * program(x)))
-    x = as_scaled(jnp.asarray([1.0, 2.0]), dtype=jnp.float16)
-    actual = to_array(jax.jit(scalify(gradient))(x))
-    np.testing.assert_allclose(actual, gradient(x.value), rtol=2e-3)
-
-
-def test_a_float16_sum_over_devices_does_not_overflow(mesh: Mesh) -> None:
-    x = as_scaled(jnp.full((2, 4), 60000.0), dtype=jnp.float16)
-    program = jax.shard_map(
-        lambda v: lax.psum(v * 2, "d"), mesh=mesh, in_specs=P("d"), out_specs=P()
-    )
-    result = jax.jit(scalify(program))(x)
-    assert result.dtype == jnp.float16
-    np.testing.assert_allclose(result.value, 240000.0, rtol=1e-3)
+@pytest.mark.parametrize("name", HALVES)
+def test_narrow_sums_over_devices_and_their_gradients(name: str, mesh: Mesh) -> None:
+    function, x = HALVES[name]
+    program = jax.shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    weights = jnp.cos(jnp.arange(x.size)).reshape(x.shape)
+    both = lambda x: (program(x), jax.grad(lambda x: jnp.sum(weights * program(x)))(x))  # noqa: E731
+    found = to_array(jax.jit(scalify(both))(x))
+    for actual, expected in zip(found, both(x.value.astype(jnp.float32)), strict=True):
+        atol = 2.0**-8 * np.abs(expected).max()
+        np.testing.assert_allclose(np.float32(actual), expected, rtol=0, atol=atol)
 
 
 SPREADING: dict[str, Callable[[Any], Any]] = {
     "where": lambda x: jnp.where(x > 1, 2 * x, 9.0),
-    "where zero": lambda x: jnp.where(x > 1, x, 0.0),
-    "logsumexp": lambda x: jax.nn.logsumexp(x, axis=-1),
     "layer norm": lambda x: (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1),
-    "scan from zeros": lambda x: lax.scan(lambda c, _: (c / 2 + x, 0), jnp.zeros_like(x), length=3)[
-        0
-    ],
     "gradient": jax.grad(lambda x: jnp.sum(jax.nn.softmax(jax.nn.relu(x)) ** 2)),
-    "matmul": lambda x: x @ jnp.ones((4, 3)),
     "matmul with itself": lambda x: jnp.einsum("ij,kj->ik", x, x, out_sharding=P("d")),
-    "softmax": lambda x: jax.nn.softmax(x * 2 + 1),
-    "scatter": lambda x: x.at[:, 1].set(3.0).at[:, 2].add(x[:, 0]),
     "gather": lambda x: x.at[:, jnp.asarray([2, 0])].get(out_sharding=P("d")),
     "take": lambda x: jnp.take(jnp.arange(6.0) * x.sum(), jnp.asarray([1, 4])),
-    "take along": lambda x: jnp.take_along_axis(x, jnp.argsort(x, axis=1)[:, :2], axis=1),
     "scan over items": lambda x: lax.scan(lambda c, v: (c + v, c * v), 0 * x[:, 0], x.T)[1].T,
     "while": lambda x: lax.while_loop(lambda c: jnp.sum(c) < 90, lambda c: c * 2 + 1, jnp.abs(x)),
     "cond": lambda x: lax.cond(jnp.sum(x) > 0, lambda a: a * 3, jnp.sin, x),
-    "cumsum": lambda x: jnp.cumsum(x, axis=1),
-    "concatenate": lambda x: jnp.concatenate([x, jnp.zeros_like(x), x * 2], axis=1),
     "pad": lambda x: jnp.pad(x, ((0, 0), (1, 2)), constant_values=7.0),
     "reshape": lambda x: x.reshape(8, 2, 2).sum(1),
-    "sort": lambda x: jnp.sort(x, axis=1),
-    "vmap": jax.vmap(lambda v: v / jnp.linalg.norm(v)),
     "remat": jax.grad(jax.checkpoint(lambda x: jnp.sum(jnp.tanh(x @ jnp.ones((4, 4)))))),
-    "cast": lambda x: x.astype(jnp.int32) + x.astype(jnp.float32) * (x > 0),
     "shard_map": lambda x: jax.shard_map(
         lambda v: lax.psum(v * 2, "d") + v.sum(), out_specs=P("d"), in_specs=P("d")
     )(x),
@@ -144,7 +122,7 @@ def test_a_scale_of_each_device_makes_data_vary_before_the_program_does(mesh: Me
     np.testing.assert_allclose(actual, np.concatenate(expected), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_inside_shard_map_operands_may_vary_differently(dtype: Any, mesh: Mesh) -> None:
     def local(w: jax.Array, x: jax.Array) -> Any:
         loss = lambda w: lax.pmean(jnp.tanh(jax.nn.relu(x @ w) + 1).sum(), "d")  # noqa: E731
@@ -173,12 +151,11 @@ clipped.defvjp(lambda x: (x, x), lambda x, g: (jnp.clip(g, -0.5, 0.5) * jnp.sign
 
 
 @pytest.mark.parametrize("function", [jax.nn.relu, jax.nn.softplus, clipped])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_gradients_of_a_scalified_function_on_explicit_axes(function: Any, dtype: Any) -> None:
+def test_gradients_of_a_scalified_function_on_explicit_axes(function: Any) -> None:
     mesh = explicit_mesh(d=2)
     loss = lambda w, x: function(x @ w).sum()  # noqa: E731
     w = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
-    half = as_scaled((w, X), dtype=dtype)
+    half = as_scaled((w, X), dtype=jnp.float16)
     expected = jax.grad(loss)(*(to_array(h, jnp.float32) for h in half))
     with jax.set_mesh(mesh):
         x = ScaledArray(jax.device_put(half[1].data, P("d")), half[1].scale)

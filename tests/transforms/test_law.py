@@ -1,25 +1,72 @@
 """Every function of the table: value and gradient under scalify are those of the plain one."""
 
-from .law import law
-from .table import (
-    ACTIVATIONS,
-    CASTS,
-    COMPARISONS,
-    FFT,
-    FUNCTIONS,
-    LINEAR_ALGEBRA,
-    PRODUCTS,
-    RANDOM,
-    RATIOS,
-    REDUCTIONS,
-    SHAPES,
-    SPECIAL,
-)
-from .table_control import CALLS, CONDS, CUSTOM, LOOPS, PROGRAMS
+from typing import Any
 
-test_value_and_gradient_of_functions = law([*FUNCTIONS, *ACTIVATIONS, *SPECIAL, *RANDOM])
-test_value_and_gradient_of_movers_and_casts = law([*SHAPES, *CASTS, *FFT, *COMPARISONS])
-test_value_and_gradient_of_sums_and_products = law(
-    [*REDUCTIONS, *RATIOS, *PRODUCTS, *LINEAR_ALGEBRA]
-)
-test_value_and_gradient_of_control_flow = law([*CALLS, *CONDS, *LOOPS, *CUSTOM, *PROGRAMS])
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.batching import compute, entry
+from unitscale import ScaledArray, to_array
+from unitscale.transforms import scalify
+
+from .table import ENTRIES, Entry
+
+SCALES = (1.0, 2.0**12, 2.0**-12)
+EPSILON = float(np.finfo(np.float32).eps)
+QUICK = [name for name, entry in ENTRIES.items() if not entry.slow]
+PARTS = [QUICK[i : i + 32] for i in range(0, len(QUICK), 32)]
+LONG = pytest.param([name for name in ENTRIES if name not in QUICK], marks=pytest.mark.slow)
+
+
+def _both(entry: Entry) -> Any:
+    """A function's results, and the gradient of a scalar that depends on every element of them."""
+
+    def objective(*args: Any) -> Any:
+        total = 0.0
+        for leaf in jax.tree.leaves(entry.function(*args)):
+            if leaf.dtype.kind == "f":
+                leaf = jnp.where(jnp.isfinite(leaf), leaf, 0.0)
+                total += jnp.sum(leaf * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape))
+        return total
+
+    if not entry.grad:
+        return entry.function
+    gradient = jax.grad(objective, argnums=tuple(range(len(entry.args))))
+    return lambda *args: (entry.function(*args), gradient(*args))
+
+
+def _plain_and_scaled(program: Any) -> Any:
+    def scaled(scale: jax.Array, args: Any) -> Any:
+        return to_array(scalify(program)(*(ScaledArray(a / scale, scale) for a in args)))
+
+    return lambda *args: (
+        program(*args),
+        jax.lax.map(lambda scale: scaled(scale, args), jnp.asarray(SCALES)),
+    )
+
+
+def close(actual: Any, expected: Any, steps: float) -> None:
+    """Compares arrays, relative to the largest finite element, as rounding is."""
+    assert expected.shape == actual.shape
+    if expected.dtype.kind not in "fc":
+        np.testing.assert_array_equal(actual, expected)
+        return
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isfinite(actual), finite)
+    np.testing.assert_array_equal(actual[~finite], expected[~finite].astype(actual.dtype))
+    size = np.max(np.abs(expected[finite]), initial=0.0)
+    atol = steps * EPSILON * size + 1e-30
+    np.testing.assert_allclose(actual[finite], expected[finite], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("names", [*PARTS, LONG])
+def test_value_and_gradient(names: list[str]) -> None:
+    programs = {name: _plain_and_scaled(_both(ENTRIES[name])) for name in names}
+    results = compute({name: (programs[name], *ENTRIES[name].args) for name in names})
+    for name, (expected, found) in jax.device_get(results).items():
+        for i, scale in enumerate(SCALES):
+            with entry(f"{name} at scale {scale}"):
+                for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+                    close(np.asarray(a[i]), np.asarray(e), ENTRIES[name].steps)

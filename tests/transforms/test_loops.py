@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,13 +12,13 @@ from jax.scipy.optimize import minimize
 
 from tests.batching import compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
-from unitscale.transforms import (
-    scalify,
+from unitscale.transforms import scalify
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtype"),
+    [(0.5, jnp.float16), (0.99, jnp.float16), (3.0, jnp.float16), (3.0, jnp.bfloat16)],
 )
-
-
-@pytest.mark.parametrize("factor", [0.5, 0.99, 3.0])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_what_a_loop_carries_stays_at_unit_size_or_at_its_value(factor: float, dtype: Any) -> None:
     x = as_scaled(jnp.asarray([1.0, -2.0, 0.5]), dtype=dtype)
     result = scalify(lambda a: lax.fori_loop(0, 50, lambda i, c: c * factor, a))(x)
@@ -55,7 +54,7 @@ def test_no_turns() -> None:
     assert (carry.value, out.shape, doubled.shape) == (3, (0,), (0,))
 
 
-@pytest.mark.parametrize("size", [1.0, 1e6, 1e-9])
+@pytest.mark.parametrize("size", [1e6, 1e-9])
 def test_complex_numbers_cross(size: float) -> None:
     def states(x):
         turn = 0.9 * jnp.exp(0.3j)
@@ -92,16 +91,6 @@ def newton(x: Any) -> Any:
     )
 
 
-def bisection(x: Any) -> Any:
-    def turn(s: Any) -> Any:
-        middle = (s[0] + s[1]) / 2
-        below = middle * middle < x
-        return jnp.where(below, middle, s[0]), jnp.where(below, s[1], middle)
-
-    start = jnp.zeros_like(x), x + 1
-    return first_of(turns(lambda s: jnp.max(s[1] - s[0]) < 1e-5, turn, start))
-
-
 def flagged(x: Any) -> Any:
     """As `newton`, where what is tested is a flag."""
     return lax.while_loop(
@@ -124,27 +113,6 @@ def patient(x: Any) -> Any:
     return first_of(turns(lambda s: s[2] == 3, turn, (jnp.ones_like(x), jnp.inf, 0)))
 
 
-def of_constants(x: Any) -> Any:
-    """What a turn and the test compute of constants, in different orders, is one number."""
-    return turns(
-        lambda r: jnp.max(jnp.abs(r * r - x * jnp.flip(x))) <= 1e-5,
-        lambda r: (r + x / r * jnp.flip(x)) / 2,
-        jnp.ones_like(x),
-    )
-
-
-def conjugate_gradients(s: Any) -> Any:
-    a, b = s @ s.T + jnp.eye(8), s[0]
-
-    def turn(state: Any) -> Any:
-        x, r, p = state
-        step = (r @ r) / (p @ a @ p)
-        after = r - step * (a @ p)
-        return x + step * p, after, after + (after @ after) / (r @ r) * p
-
-    return first_of(turns(lambda s: jnp.sum(s[1] ** 2) < 1e-8, turn, (jnp.zeros(8), b, b)))
-
-
 def nested(x: Any) -> Any:
     """The cube root by the square root: r -> sqrt(x / r)."""
     return turns(
@@ -152,10 +120,6 @@ def nested(x: Any) -> Any:
         lambda r: newton(x / r)[0],
         jnp.ones_like(x),
     )
-
-
-def in_scan(x: Any) -> Any:
-    return lax.scan(lambda c, v: (c + 1, newton(v * c)), 1.0, x)[1]
 
 
 def root(x: Any) -> Any:
@@ -174,27 +138,18 @@ def bfgs(x: Any) -> Any:
     return found.x, found.nit
 
 
-def conjugate_gradients_of_jax(s: Any) -> Any:
+def conjugate_gradients(s: Any) -> Any:
     a = s @ s.T + jnp.eye(8)
     return jax.scipy.sparse.linalg.cg(lambda v: a @ v, s[0], tol=1e-4)[0], jnp.zeros((), int)
 
 
 LOOPS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "newton": (newton, POSITIVE),
-    "newton under jit": (jax.jit(newton), POSITIVE),
     "newton under vmap": (jax.vmap(newton), POSITIVE),
-    "bisection": (bisection, POSITIVE),
     "a flag": (flagged, POSITIVE),
     "patience": (patient, POSITIVE),
-    "constants": (of_constants, POSITIVE),
     "conjugate gradients": (conjugate_gradients, SQUARE),
-    "conjugate gradients of JAX": (conjugate_gradients_of_jax, SQUARE),
     "nested": (nested, POSITIVE),
-    "in a scan": (in_scan, POSITIVE),
-    "gradient of a root": (
-        lambda x: (jax.grad(lambda x: root(x).sum())(x), jnp.zeros(())),
-        POSITIVE,
-    ),
     "gradient of a scan of roots": (
         lambda x: (
             jax.grad(lambda x: lax.scan(lambda c, v: (root(c + v), None), 0.1, x)[0])(x),
@@ -207,12 +162,10 @@ LOOPS: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("names", [list(LOOPS)[::2], list(LOOPS)[1::2]])
-def test_loops_take_no_more_turns_than_in_float32(names: list[str], dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+def test_loops_take_no_more_turns_than_in_float32(dtype: Any) -> None:
     programs = {}
-    for name in names:
-        f, x = LOOPS[name]
+    for name, (f, x) in LOOPS.items():
         x = x.astype(dtype)
         scaled = ScaledArray(x / 4, jnp.float32(4))
 
@@ -244,7 +197,7 @@ def test_what_a_counter_stops_stays_narrow() -> None:
     assert {a.dtype for a in carried[0] if a.shape == POSITIVE.shape} == {jnp.dtype(jnp.float16)}
 
 
-@pytest.mark.parametrize("size", [1e12, 1.0, 1e-14])
+@pytest.mark.parametrize("size", [1e12, 1e-14])
 def test_results_far_from_one_keep_their_size(size: float) -> None:
     def root(a: jax.Array) -> jax.Array:
         return lax.while_loop(

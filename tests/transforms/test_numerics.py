@@ -1,21 +1,18 @@
 """Infinities, zeros, masks, and scales at the ends of their range."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax, nn
 
-from tests.batching import chunks, compute, entry
+from tests.batching import compute
 from unitscale import ScaledArray, as_scaled, to_array
-from unitscale.transforms import (
-    scalify,
-)
-from unitscale.transforms._values import unit_of
+from unitscale.transforms import dynamic_rescale, get_data_scale, scalify
 
 INF, NAN = float("inf"), float("nan")
 X = jnp.asarray([[0.5, -2.0, 3.0, 1.0], [0.0, 1.5, -0.25, 7.0]], jnp.float32)
@@ -25,29 +22,19 @@ CAREFUL: dict[str, Callable[..., Any]] = {
     "logsumexp": nn.logsumexp,
     "log_softmax": nn.log_softmax,
     "softmax": nn.softmax,
-    "max": lambda x: jnp.max(x, axis=1, initial=-INF),
-    "min": lambda x: jnp.min(x, axis=0),
     "var": lambda x: jnp.var(x, axis=-1),
-    "mean": jnp.mean,
     "sum": lambda x: jnp.sum(x, axis=0),
     "relu": nn.relu,
     "gelu": nn.gelu,
-    "abs": jnp.abs,
-    "add": lambda x: x + 1.5,
     "add other": lambda x: x + jnp.flip(x) * 3,
     "multiply": lambda x: x * x,
     "divide": lambda x: 1 / x,
-    "divide self": lambda x: x / jnp.flip(x),
-    "sqrt": lambda x: jnp.sqrt(jnp.abs(x)),
     "log": lambda x: jnp.log(jnp.abs(x)),
     "exp": jnp.exp,
     "matmul": lambda x: x @ x.T,
     "where": lambda x: jnp.where(x > 0, x, -INF),
-    "isfinite": lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
-    "sort": lambda x: jnp.sort(x, axis=-1),
     "argmax": lambda x: jnp.argmax(x, axis=-1),
     "cumsum": lambda x: jnp.cumsum(x, axis=-1),
-    "clip": lambda x: jnp.clip(x, -1.0, 1.0),
     "layer norm": lambda x: (
         (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
     ),
@@ -91,17 +78,16 @@ def plain_and_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-@pytest.mark.parametrize("names", chunks(CAREFUL))
-def test_same_pattern_of_infinities_and_nans(names: list[str]) -> None:
+def test_same_pattern_of_infinities_and_nans() -> None:
     args = np.stack(list(INPUTS.values())), np.asarray(SCALES, np.float32)
-    results = compute({name: (plain_and_scaled(CAREFUL[name]), *args) for name in names})
+    results = compute({name: (plain_and_scaled(f), *args) for name, f in CAREFUL.items()})
     for name, (plain, scaled) in jax.device_get(results).items():
         for i, kind in enumerate(INPUTS):
             for j, scale in enumerate(SCALES):
                 same_pattern(scaled[i, j], plain[i], 1e-5, f"{name}, {kind}, scale {scale}")
 
 
-@pytest.mark.parametrize("exponent", [-110, -60, 60, 110])
+@pytest.mark.parametrize("exponent", [-110, 110])
 def test_scales_at_the_ends_of_their_range(exponent: int) -> None:
     scale = jnp.float32(2.0**exponent)
     x = ScaledArray(X, scale)
@@ -113,12 +99,6 @@ def test_scales_at_the_ends_of_their_range(exponent: int) -> None:
     actual = to_array(jax.jit(scalify(function))(x))
     for a, e in zip(actual, function(X * scale), strict=True):
         same_pattern(a, e, 1e-5, f"2**{exponent}")
-
-
-def test_subnormal_scale_and_data_stay_finite() -> None:
-    x = ScaledArray(X * 2.0**-130, jnp.float32(2.0**100))
-    actual = to_array(jax.jit(scalify(lambda a: nn.softmax(a * 2.0**20)))(x))
-    assert np.all(np.isfinite(actual))
 
 
 MASKS = {
@@ -167,10 +147,7 @@ def test_constants_keep_float16_data() -> None:
 
 
 HALF_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{
-        k: CAREFUL[k]
-        for k in ("log_softmax", "softmax", "gelu", "mean", "var", "layer norm", "exp")
-    },
+    **{k: CAREFUL[k] for k in ("log_softmax", "softmax", "gelu", "var", "layer norm", "exp")},
     "exp of large": lambda x: jnp.exp(4 * x),
     "cube": lambda x: x**3,
     "tanh": jnp.tanh,
@@ -179,8 +156,7 @@ HALF_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("names", chunks(HALF_FUNCTIONS))
-def test_float16_data_keeps_type_and_value(names: list[str]) -> None:
+def test_float16_data_keeps_type_and_value() -> None:
     def plain_and_half(function: Callable[..., Any]) -> Callable[..., Any]:
         def at(scale: jax.Array) -> Any:
             x = ScaledArray(X.astype(jnp.float16), scale)
@@ -191,88 +167,37 @@ def test_float16_data_keeps_type_and_value(names: list[str]) -> None:
         return lambda scales: lax.map(at, scales)
 
     def scales_of(name: str) -> np.ndarray:
-        most = 30 if name in ("mean", "var", "norm", "product", "cube") else 1
+        most = 30 if name in ("var", "norm", "product", "cube") else 1
         return np.asarray([2.0**-most, 1.0, 2.0**most], np.float32)
 
-    table = {name: (plain_and_half(HALF_FUNCTIONS[name]), scales_of(name)) for name in names}
+    table = {name: (plain_and_half(f), scales_of(name)) for name, f in HALF_FUNCTIONS.items()}
     for name, (plain, half) in jax.device_get(compute(table)).items():
         for expected, actual in zip(plain, half, strict=True):
             same_pattern(actual, expected, 16 * HALF, name)
 
 
-def deep_chain(x: jax.Array, weights: jax.Array) -> jax.Array:
-    for w in weights:
-        x = x @ w
-    return x
-
-
-def scanned_chain(x: jax.Array, weights: jax.Array) -> jax.Array:
-    return lax.scan(lambda c, w: (c @ w, None), x, weights)[0]
-
-
 def test_sixty_products_neither_overflow_nor_underflow() -> None:
     """Each product grows data by a root that is no power of two; the drift is bounded."""
-    rng, table, exact = np.random.default_rng(0), {}, {}
-    for width in (24, 32, 48):
-        weights = np.asarray(rng.normal(size=(60, width, width)), np.float32) * np.float32(1e-1)
-        x = np.asarray(rng.normal(size=(8, width)), np.float32) * np.float32(1e-3)
-        half = as_scaled((jnp.asarray(x), jnp.asarray(weights)), dtype=jnp.float16)
-        product = np.asarray(x, np.float64)
-        for w in np.asarray(weights, np.float64):
-            product = product @ w
-        for chain in (deep_chain, scanned_chain):
-            table[chain, width], exact[chain, width] = (scalify(chain), *half), product
-    for name, result in compute(table).items():
-        with entry(name):
-            assert result.dtype == jnp.float16
-            data = np.asarray(result.data, np.float64)
-            assert 2.0**-6 < np.sqrt(np.mean(data**2)) < 2.0**6
-            error = np.linalg.norm(data * float(result.scale) - exact[name])
-            assert error < 0.02 * np.linalg.norm(exact[name])
+    rng = np.random.default_rng(0)
+    weights = np.asarray(rng.normal(size=(60, 24, 24)), np.float32) * np.float32(1e-1)
+    x = np.asarray(rng.normal(size=(8, 24)), np.float32) * np.float32(1e-3)
+    half = as_scaled((jnp.asarray(x), jnp.asarray(weights)), dtype=jnp.float16)
+    exact = np.asarray(x, np.float64)
+    for w in np.asarray(weights, np.float64):
+        exact = exact @ w
+    for chain in (
+        lambda x, weights: functools.reduce(jnp.matmul, [x, *weights]),
+        lambda x, weights: lax.scan(lambda c, w: (c @ w, None), x, weights)[0],
+    ):
+        result = jax.jit(scalify(chain))(*half)
+        assert result.dtype == jnp.float16
+        data = np.asarray(result.data, np.float64)
+        assert 2.0**-6 < np.sqrt(np.mean(data**2)) < 2.0**6
+        error = np.linalg.norm(data * float(result.scale) - exact)
+        assert error < 0.02 * np.linalg.norm(exact)
 
 
-A = as_scaled(jnp.asarray([1.0, 2.0, 3.0]), dtype=jnp.float16)
-SAME = ScaledArray(A.data * 2, A.scale / 2)
-SMALL = as_scaled(jnp.asarray([1.0, 2.0, 3.0]) * 1e-12, dtype=jnp.float16)
-ZERO = ScaledArray(jnp.zeros(3, jnp.float16), jnp.float32(1))
-
-# Of numbers, the same numbers at another scale, small ones, zeros, and a zero without a scale.
-ADDED_TO_ZEROS: dict[str, Callable[..., Any]] = {
-    "a moment": lambda a, b, y, z, n: 0.9 * z + 0.1 * y,
-    "of squares": lambda a, b, y, z, n: 0.9 * z + 0.1 * y * y,
-    "difference": lambda a, b, y, z, n: (a - b) + y,
-    "product of a difference": lambda a, b, y, z, n: (a - b) * a + y,
-    "dot product": lambda a, b, y, z, n: jnp.vdot(a - b, a) + y,
-    "maximum": lambda a, b, y, z, n: jnp.maximum(a - b, y),
-    "relu": lambda a, b, y, z, n: jax.nn.relu(-a) + y,
-    "where zero": lambda a, b, y, z, n: jnp.where(a > 5, a, 0.0) + y,
-    "where": lambda a, b, y, z, n: jnp.where(a > 5, a, y),
-    "sum": lambda a, b, y, z, n: jnp.sum(jnp.where(a > 5, a, 0.0)) + y,
-    "concatenate": lambda a, b, y, z, n: jnp.concatenate([a - b, y, z]),
-    "scan": lambda a, b, y, z, n: lax.scan(lambda c, _: (0.9 * c + y, c), z, length=3),
-    "scan a difference": lambda a, b, y, z, n: lax.scan(lambda c, _: (c + y, 0), a - b, length=3)[
-        0
-    ],
-    "set": lambda a, b, y, z, n: (a - b).at[1].set(y[1]),
-    "add to one": lambda a, b, y, z, n: z.at[1].add(y[1]),
-    "cond": lambda a, b, y, z, n: lax.cond(a[0] > 5, lambda: a, lambda: y) + z,
-    "a number": lambda a, b, y, z, n: y + n,
-}
-
-
-def test_what_is_added_to_zeros_keeps_its_precision() -> None:
-    args = A, SAME, SMALL, ZERO, jnp.zeros(())
-    programs = {
-        name: (lambda *args, f=f: (f(*map(to_array, args)), to_array(scalify(f)(*args))), *args)
-        for name, f in ADDED_TO_ZEROS.items()
-    }
-    for name, (expected, found) in jax.device_get(compute(programs)).items():
-        for e, x in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-            with entry(name):
-                np.testing.assert_allclose(x, e, rtol=4 * float(jnp.finfo(jnp.float16).eps))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_a_result_that_is_put_in_again_keeps_value_and_scale(dtype: Any) -> None:
     """Its scale does not run away, however often: the value decides it, not its history."""
     functions = lambda x: 2 * x - x, lambda x: 0.5 * x + x * 0.5, lambda x: x * x / x
@@ -285,48 +210,41 @@ def test_a_result_that_is_put_in_again_keeps_value_and_scale(dtype: Any) -> None
         assert 0.25 <= float(x.scale) <= 4
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
     ("log2", "data", "number"),
-    [(100, 2.0**-12, 3.2e11), (-100, 2.0**12, 3.1e-11), (100, 0.5, 1e-20), (-100, 0.5, 1e30)],
+    [(100, 2.0**-12, 3.2e11), (-100, 2.0**12, 3e-11), (100, 0.5, 1e-20)],
 )
-def test_a_large_number_times_a_large_scale(
-    log2: int, data: float, number: float, dtype: Any
-) -> None:
+def test_a_large_number_times_a_large_scale(log2: int, data: float, number: float) -> None:
     """The product of the two may leave float32 where the value does not."""
-    x = ScaledArray(jnp.asarray([data, -data / 2], dtype), 2.0**log2)
-    found = jax.jit(scalify(lambda x: jnp.where(x != 0, x * number, 1.0)))(x)
     expected = np.float64([data, -data / 2]) * 2.0**log2 * number
-    np.testing.assert_allclose(to_array(found), expected, rtol=2 * float(jnp.finfo(dtype).eps))
+    for dtype in (jnp.float16, jnp.float32):
+        x = ScaledArray(jnp.asarray([data, -data / 2], dtype), 2.0**log2)
+        found = jax.jit(scalify(lambda x: jnp.where(x != 0, x * number, 1.0)))(x)
+        rtol = 2 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(to_array(found), expected, rtol=rtol)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        lambda x: x * 1e40,
-        lambda x: x / 1e50,
-        lambda x: (x * 1e50) ** 2 * 1e-100,
-        lambda x: jnp.sqrt(x * x * 1e80) * 1e-40,
-        lambda x: (x * 1e50 - x * 1e50 * 2) * 1e-50,
-    ],
-)
-def test_numbers_of_float64_beyond_a_scale(program: Any) -> None:
+def test_numbers_of_float64_beyond_a_scale() -> None:
     with jax.enable_x64(True):
         x = as_scaled(jnp.asarray([1.5, -0.25]))
-        np.testing.assert_allclose(to_array(scalify(program)(x)), program(x.value), rtol=1e-12)
+        for program in (
+            lambda x: x * 1e40,
+            lambda x: x / 1e50,
+            lambda x: jnp.sqrt(x * x * 1e80) * 1e-40,
+            lambda x: (x * 1e50 - x * 1e50 * 2) * 1e-50,
+        ):
+            found = to_array(scalify(program)(x))
+            np.testing.assert_allclose(found, program(x.value), rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize(
-    "program",
-    [lambda b: jnp.log(1 - b), lambda b: (1 + b) - 1, lambda b: 1 - jnp.cumprod(1 - b)],
-)
-def test_what_is_left_of_one(program: Any, dtype: Any) -> None:
+def test_what_is_left_of_one(dtype: Any) -> None:
     """As of the variances of a diffusion model: 1 - b is not rounded before what is asked of it."""
     b = as_scaled(jnp.linspace(1e-4, 0.02, 64), dtype=dtype)
-    expected = program(np.asarray(to_array(b), np.float32))
-    found = to_array(jax.jit(scalify(program))(b))
-    np.testing.assert_allclose(found, expected, rtol=4 * float(jnp.finfo(dtype).eps))
+    functions = lambda b: (jnp.log(1 - b), (1 + b) - 1, 1 - jnp.cumprod(1 - b))  # noqa: E731
+    expected = functions(np.asarray(to_array(b), np.float32))
+    for found, e in zip(jax.jit(scalify(functions))(b), expected, strict=True):
+        np.testing.assert_allclose(to_array(found), e, rtol=4 * float(jnp.finfo(dtype).eps))
 
 
 def _unit(rows: Any) -> Any:
@@ -357,12 +275,6 @@ def test_few_elements_that_are_far_larger_do_not_saturate(name: str) -> None:
     same_pattern(found, function(x), 4 * HALF, name)
 
 
-def test_powers_of_float32_have_its_range() -> None:
-    x = jnp.full(8, 1e6).at[0].set(1e-4)
-    for function in (lambda x: x**-4, lambda x: 1 / x**4):
-        np.testing.assert_allclose(scalify(function)(as_scaled(x)).value, x**-4, rtol=1e-5)
-
-
 def test_rows_of_other_scales() -> None:
     """Where rows do not mix, none is lost beside one with a larger scale."""
     data = jnp.asarray([[1, 2, 3, 0], [1, 3, 2, 0]], jnp.float16)
@@ -374,14 +286,18 @@ def test_rows_of_other_scales() -> None:
         np.testing.assert_allclose(found, move(unit), rtol=2 * HALF)
 
 
+def unit_of(x: Any, statistic: Any = "rms") -> float:
+    """The scale that is measured of plain numbers: their size, as a power of two."""
+    measure = scalify(lambda x: get_data_scale(dynamic_rescale(x, statistic))[1])
+    return float(to_array(measure(ScaledArray(jnp.asarray(x, jnp.float32), jnp.float32(1)))))
+
+
 CASES: dict[str, Any] = {
-    "ones": np.ones(5),
     "at the tie": np.full(3, 1.5),
     "below the tie": np.full(3, 1.49),
     "large": np.asarray([3e30, -1e30]),
     "small": np.asarray([3e-30, 1e-31]),
     "sparse": np.asarray([0, 0, 0, 100.0]),
-    "infinite": np.asarray([np.inf, np.nan, 12.0]),
     "scalar": np.asarray(-0.3),
 }
 
@@ -389,44 +305,40 @@ CASES: dict[str, Any] = {
 @pytest.mark.parametrize("name", CASES)
 def test_nearest_power_of_two(name: str) -> None:
     x = CASES[name]
-    finite = np.where(np.isfinite(x), x, 0)
-    rms, amax = np.sqrt(np.mean(finite**2)), np.max(np.abs(finite))
-    for statistic, size in (("rms", rms), ("amax", amax)):
-        unit = float(jax.jit(unit_of, static_argnums=1)(jnp.asarray(x, jnp.float32), statistic))
+    for statistic, size in (("rms", np.sqrt(np.mean(x**2))), ("amax", np.max(np.abs(x)))):
+        unit = unit_of(x, statistic)
         assert np.frexp(unit)[0] == 0.5
         assert 0.75 - 1e-6 < size / unit < 1.5
 
 
 @pytest.mark.parametrize("x", [np.zeros(3), np.zeros(()), np.full(2, np.nan), np.zeros((0, 2))])
 def test_one_where_there_is_nothing_to_measure(x: Any) -> None:
-    assert float(unit_of(jnp.asarray(x, jnp.float32))) == 1.0
+    assert unit_of(x) == 1.0
 
 
 @pytest.mark.parametrize("log2", [1, 10, 20])
 def test_rms_of_small_and_large_numbers_is_not_their_largest(log2: int) -> None:
     """Of equal numbers but one, which is four times as large, and of one beside zeros."""
-    units = jax.jit(lambda x: [unit_of(x), unit_of(x, "amax")])
     last = np.arange(2**log2) == 2**log2 - 1
     larger = 1.0 if log2 == 1 else 4.0
-    for exponent in (-84, -70, -48, -20, -5, 0, 28, 90, 103):
+    for exponent in (-84, -20, 28, 103):
         unit = 2.0**exponent
-        data = np.where(last, larger * unit, unit).astype(np.float32)
-        assert list(map(float, units(data))) == [unit, larger * unit]
-        data = np.where(last, unit, 0).astype(np.float32)
-        assert list(map(float, units(data))) == [unit / 2.0 ** ((log2 + 1) // 2), unit]
+        data = np.where(last, larger * unit, unit)
+        assert [unit_of(data), unit_of(data, "amax")] == [unit, larger * unit]
+        data = np.where(last, unit, 0)
+        sizes = [unit / 2.0 ** ((log2 + 1) // 2), unit]
+        assert [unit_of(data), unit_of(data, "amax")] == sizes
 
 
 @pytest.mark.parametrize(
-    ("numbers", "unit", "with_room"),
+    ("numbers", "unit"),
     [
-        ([3e38, 0.0], 2.0**126, 2.0**126),
-        ([1.0] * 7 + [2.0**10], 2.0**8, 2.0**8),
-        ([0.0] * 2**16 + [2.0**20], 2.0**12, 2.0**12),
-        ([0.0] * (2**18 - 1) + [2.0**20 - 1], 2.0**11, 2.0**11),
-        ([1e-9] * 2**12 + [2.0**-9], 2.0**-15, 2.0**-15),
+        ([3e38, 0.0], 2.0**126),
+        ([1.0] * 7 + [2.0**10], 2.0**8),
+        ([0.0] * 2**16 + [2.0**20], 2.0**12),
+        ([0.0] * (2**18 - 1) + [2.0**20 - 1], 2.0**11),
+        ([1e-9] * 2**12 + [2.0**-9], 2.0**-15),
     ],
 )
-def test_the_largest_entry_has_room(numbers: list[float], unit: float, with_room: float) -> None:
-    data = jnp.asarray(numbers, jnp.float32)
-    assert float(unit_of(data)) == unit
-    assert float(unit_of(data, "rms", 2.0**15)) == with_room
+def test_the_size_of_few_large_numbers(numbers: list[float], unit: float) -> None:
+    assert unit_of(numbers) == unit

@@ -6,17 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 
-from tests.batching import chunks, compute, entry
+from tests.batching import compute, entry
 from unitscale import ScaledArray, as_scaled, scalify, to_array
 from unitscale.transforms import cast_data
 
-from .law import same_as_float32
-
 FORMATS = [jnp.float16, jnp.bfloat16]
+HALF = float(jnp.finfo(jnp.float16).eps)
 Program = Callable[..., Any]
 
 
@@ -24,24 +22,33 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape)
 
 
+def check(table: dict[Any, tuple[Any, ...]], rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Compares scalified programs with plain ones on the values of the same arguments.
+
+    Rows are a function and its arguments; ``atol`` is relative to the largest element.
+    """
+
+    def both(f: Program) -> Program:
+        return lambda *args: (f(*to_array(args, jnp.float32)), to_array(scalify(f)(*args)))
+
+    results = compute({name: (both(f), *args) for name, (f, *args) in table.items()})
+    for name, (expected, found) in jax.device_get(results).items():
+        for e, a in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            with entry(name):
+                most = np.max(np.abs(e), initial=0)
+                np.testing.assert_allclose(np.float32(a), e, rtol=rtol, atol=atol * most)
+
+
+def narrow(x: Any, dtype: Any) -> ScaledArray:
+    return as_scaled(jnp.asarray(x, jnp.float32), dtype=dtype)
+
+
 # -- parts, choices, differences and sums, which may be of another size than their operands --------
-
-
-def factors(flat: Any) -> Any:
-    """Low-rank factors that lie behind other weights in one flat array."""
-    weights, left, right = jnp.split(flat, [4096, 4352])
-    return left.reshape(64, 4) @ right.reshape(4, 64) + 0 * weights[0]
 
 
 def squared(part: Program) -> Program:
     """A matmul, which rounds its operands, of the square of a part."""
     return lambda x: jnp.square(part(x)) @ jnp.ones(part(x).shape[-1], x.dtype)
-
-
-def gated(weight: Any) -> Any:
-    """A gated layer whose gate is nearly shut."""
-    product = jnp.ones((4, 8)) @ weight
-    return (jax.nn.relu(product) * product) @ jnp.asarray(normal(0, 8, 3))
 
 
 def variance(mean: Program) -> Program:
@@ -53,46 +60,26 @@ def moving_average(x: Any) -> Any:
     return (sums[10:] - sums[:-10]) / 10
 
 
-def decays(x: Any) -> Any:
-    """Between places of a sequence, as in a state space model."""
-    sums = jnp.cumsum(-x[:256])
-    return jnp.exp(sums[1:] - sums[:-1])
-
-
 def hub(x: Any) -> Any:
     """Degrees of a graph in which all edges lead to one node."""
     return jax.ops.segment_sum(x, jnp.zeros(x.size, jnp.int32), x.size)
 
 
-# One small positive number beside large negative ones; columns in units of their own; one trained
-# row of a table.
+# One small positive number beside large negative ones; columns in units of their own; a table.
 SMALL = np.array([1e-2, *[-100.0] * 7])
 FOUR = np.array([1500.0, 800.0, 0.1, 0.2])
 STEEP = normal(0, 8, 8) + np.linspace(-30, 30, 8)
 UNITS = np.stack([40 + 10 * normal(1, 64), 5e4 + 1e4 * normal(2, 64), 0.05 + 0.01 * normal(3, 64)])
-TABLE = np.zeros((65536, 4))
-TABLE[5] = [1, -2, 0.5, 1]
 PLACES = np.array([[1e-3, 100.0] * 4, [100.0, 1e-3] * 4])
-FLAT = np.concatenate([normal(3, 4096), 3e-4 * normal(4, 256), 3e-4 * normal(5, 256)])
 WINDOW = (lax.add, (7,), (1,), "VALID")
-EIGHTHS = jnp.repeat(jnp.arange(8), 8)
 NEAR_ONE = 0.7 + 0.02 * normal(0, 64)
 
 VALUES: dict[str, tuple[Program, np.ndarray]] = {
     "elements": (lambda x: x[2] * x[3], FOUR),
-    "a slice": (lambda x: jnp.dot(x[2:], x[2:]), FOUR),
     "a dynamic slice": (squared(lambda x: lax.dynamic_slice(x, (jnp.int32(2),), (2,))), FOUR),
-    "columns": (lambda x: x[:, 0] * x[:, 2], UNITS.T),
-    "parts of a flat array": (factors, FLAT),
-    "rows of a table": (lambda x: x[jnp.asarray([5])] @ x[jnp.asarray([5])].T, TABLE),
     "over the least": (lambda x: x / x.min(), np.array([1.0, 3e3, 1.2e5])),
-    "the least of many": (lambda x: -lax.top_k(-x, 2)[0] @ jnp.ones(2), UNITS.ravel()),
-    "one of many": (squared(lambda x: x[jnp.zeros(8, jnp.int32)]), SMALL),
-    "the least so far": (squared(lax.cummin), np.abs(SMALL)),
     "the largest so far": (squared(lax.cummax), np.array([600.0, *[0.0] * 4095])),
     "a product of choices": (lambda x: jax.nn.relu(x) * jax.nn.relu(x[::1]), SMALL),
-    "a gate": (gated, np.array([[*[-30.0] * 7, 1e-3]] * 8)),
-    "degrees of nodes": (squared(hub), np.ones(512)),
     "near a root": (squared(lambda x: 1 - jnp.cos(x)), 1e-2 * normal(0, 8)),
     "large logarithms": (lambda x: (jnp.log(x) ** 3) @ jnp.ones(8), 1e-25 * np.arange(1, 9)),
     "a difference": (lambda x: (x[:, None] - x) ** 3 @ jnp.ones(8), 1 + 4e-3 * normal(0, 8)),
@@ -104,36 +91,21 @@ VALUES: dict[str, tuple[Program, np.ndarray]] = {
     "uniform shares": (lambda x: jax.nn.softmax(0 * x) @ x.T, normal(0, 16, 256)),
     "peaked shares": (lambda x: jax.nn.softmax(100 * x) @ x.T, normal(0, 16, 256)),
     "moving average": (moving_average, np.linspace(0.5, 1.5, 1000)),
-    "decays": (decays, np.linspace(0.5, 1.5, 1000)),
     "variance of windows": (variance(lambda a: lax.reduce_window(a, 0.0, *WINDOW) / 7), NEAR_ONE),
-    "variance of segments": (variance(lambda a: jax.ops.segment_sum(a, EIGHTHS, 8) / 8), NEAR_ONE),
     "a hub": (lambda x: hub(x)[:1], np.ones(2**17)),
-    "shares of a density": (
-        lambda x: jax.scipy.stats.dirichlet.logpdf(x / x.sum(), jnp.full(6, 2.0)),
-        np.array([0.1, 0.5, 0.7, 0.3, 0.9, 0.2]),
-    ),
     "a large deviation": (lambda x: x.std(-1) @ jnp.ones(3), 1e6 * normal(6, 3, 64)),
-    "a small deviation": (lambda x: x.std(-1) @ jnp.ones(3), 1e-7 * normal(6, 3, 64)),
     "log of a sigmoid's tail": (lambda x: jnp.log(jax.nn.sigmoid(-x)), np.arange(5.0, 9.0)),
     "log of a normal tail": (jax.scipy.stats.norm.logsf, np.arange(5.0, 9.0)),
-    "tail": (lax.erfc, np.arange(5.0, 9.0)),
 }
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("names", chunks(VALUES, 8))
-def test_parts_choices_differences_and_sums(names: list[str], dtype: Any) -> None:
-    same_as_float32({name: VALUES[name] for name in names}, dtype)
+def test_parts_choices_differences_and_sums(dtype: Any) -> None:
+    table = {name: (f, narrow(x, dtype)) for name, (f, x) in VALUES.items()}
+    check(table, rtol=2 * float(jnp.finfo(dtype).eps), atol=2e-4)  # two roundings
 
 
 # -- chains of functions, loops and their gradients ------------------------------------------------
-
-
-def peaks(x: Any) -> Any:
-    heights = jnp.tanh(x)
-    around = jnp.pad(heights, 1, constant_values=-jnp.inf)
-    highest = jnp.maximum(jnp.maximum(around[:-2], around[1:-1]), around[2:])
-    return jnp.where(heights == highest, heights, 0)
 
 
 def warped(costs: Any, most: float = 1e10) -> Any:
@@ -160,26 +132,13 @@ def recurrent(x: Any) -> Any:
     return lax.scan(step, jnp.zeros(4), jnp.tile(x, (20, 1)))[1]
 
 
-def ctc(x: Any) -> Any:
-    labels = np.array([[1, 2, 2, 3]])
-    return optax.ctc_loss(x[None], jnp.zeros((1, 40)), labels, jnp.zeros(labels.shape))
-
-
 CHAINS: dict[str, tuple[Program, Any]] = {
-    "a sum of many": (
-        lambda x: lax.scan(lambda c, row: (c + row * row, None), 0.0, jnp.tile(x, 1000))[0],
-        normal(0, 4),
-    ),
     "a running mean": (
         lambda x: lax.fori_loop(0, 3000, lambda i, c: 0.999 * c + 0.001 * x, jnp.zeros(3)),
         normal(2, 3),
     ),
-    "a polynomial": (lambda x: jnp.polyval(jnp.ones(12), x), normal(3, 5)),
-    "exponential integral": (jax.scipy.special.expi, np.asarray([13.0, 0.5])),
     "a recurrent network": (recurrent, normal(4, 6, 4)),
     "warped time": (warped, np.abs(normal(5, 6, 6))),
-    "labels without alignment": (ctc, 2 * normal(6, 40, 5)),
-    "peaks": (peaks, normal(7, 9)),
     "a hidden layer": (
         lambda x: (lambda h: (h @ x.T + jnp.tanh(h) @ x.T).sum(0))(jax.nn.gelu(x @ x.T @ x)),
         normal(9, 6, 4),
@@ -188,17 +147,10 @@ CHAINS: dict[str, tuple[Program, Any]] = {
         lambda x: x + jax.nn.standardize(x + jax.nn.standardize(x) @ x[:4]) @ x[:4],
         normal(10, 6, 4),
     ),
-    **{
-        f"{f.__name__} of {g.__name__}": (
-            lambda x, f=f, g=g: f(g(x), np.array([0, 0, 1, 1, 2]), 3),
-            normal(8, 5, 3),
-        )
-        for f, g in ((jax.ops.segment_max, jax.nn.silu), (jax.ops.segment_min, jax.nn.relu))
-    },
 }
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_chains_and_their_gradients(dtype: Any) -> None:
     def both(program: Program) -> Program:
         def run(x: Any) -> Any:
@@ -207,8 +159,8 @@ def test_chains_and_their_gradients(dtype: Any) -> None:
 
         return run
 
-    table = {name: (both(f), x) for name, (f, x) in CHAINS.items()}
-    same_as_float32(table, dtype, rtol=0, atol=6 * float(jnp.finfo(dtype).eps))
+    table = {name: (both(f), narrow(x, dtype)) for name, (f, x) in CHAINS.items()}
+    check(table, atol=6 * float(jnp.finfo(dtype).eps))
 
 
 # -- plain arrays and numbers beside scaled ones ---------------------------------------------------
@@ -216,7 +168,6 @@ def test_chains_and_their_gradients(dtype: Any) -> None:
 # Programs of a float16 array with a scale and a plain array, each near the size m.
 BESIDE: dict[str, Program] = {
     "sum": lambda x, y, m: x + y,
-    "difference of residuals": lambda x, y, m: jnp.mean(((x - y) / m) ** 2),
     "where": lambda x, y, m: jnp.where(y > 0, x, y),
     "maximum": lambda x, y, m: jnp.maximum(x, y),
     "concatenate": lambda x, y, m: jnp.concatenate([x, y]),
@@ -240,7 +191,6 @@ BESIDE: dict[str, Program] = {
     "clipped labels": lambda x, y, m: (
         x - jax.grad(lambda z: (m * jnp.take_along_axis(z, 4 - LABELS, 1, mode="clip")).sum())(x)
     ),
-    "one row": lambda x, y, m: x + jnp.zeros_like(x).at[1].add(-m * jnp.arange(1.0, 4)),
     "indices that are promised to differ": lambda x, y, m: (
         x - jnp.zeros(3).at[jnp.array([2, 0])].add(m * jnp.ones(2), unique_indices=True)
     ),
@@ -249,89 +199,89 @@ BESIDE: dict[str, Program] = {
 LABELS = jnp.asarray([[2], [0]])
 
 
-@pytest.mark.parametrize("size", [1e-9, 1.0, 1e11])
+@pytest.mark.parametrize("size", [1e-9, 1e11])
 def test_what_has_no_scale_is_met_at_its_own_size(size: float) -> None:
     """The array tells it at run time: at scale 1 float16 loses 1e-9, and ends at 65504."""
     x, y = (jnp.asarray(size * normal(i, 2, 3), jnp.float32) for i in range(2))
     half = as_scaled(x, dtype=jnp.float16)
-
-    def both(f: Program) -> Program:
-        program = lambda x, y: f(x, y, size)  # noqa: E731
-        return lambda x, y: (program(to_array(x), y), to_array(scalify(program)(x, y)))
-
-    results = compute({name: (both(f), half, y) for name, f in BESIDE.items()})
-    for name, (expected, found) in jax.device_get(results).items():
-        for e, a in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-            with entry(name):
-                step = float(jnp.finfo(jnp.float16).eps)
-                np.testing.assert_allclose(a, e, rtol=0, atol=4 * step * np.max(np.abs(e)))
+    table = {name: (lambda x, y, f=f: f(x, y, size), half, y) for name, f in BESIDE.items()}
+    check(table, atol=4 * HALF)
 
 
 # Programs of an array near 1 with a scale and a plain array of large numbers: few are chosen.
 BESIDE_LARGE: dict[str, Program] = {
     "where": lambda x, y: jnp.where(x < 2, x, y),
-    "where, in a sum": lambda x, y: jnp.cumsum(jnp.where(x < 2, x, y)[:3]),
     "minimum": lambda x, y: jnp.minimum(x, y),
-    "maximum of negatives": lambda x, y: jnp.maximum(x, -y),
     "clamp": lambda x, y: lax.clamp(-y, x, y),
     "concatenate": lambda x, y: jnp.concatenate([x, y])[:3],
-    "stack": lambda x, y: jnp.stack([x, y])[0, :3],
     "set": lambda x, y: y.at[:3].set(x[:3]),
     "where, with a number": lambda x, y: jnp.where(x < 2, x, y[0]),
 }
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_elements_beside_an_array_of_large_numbers_are_kept(dtype: Any) -> None:
-    x = as_scaled(jnp.asarray([0.3, -1.2, 1.7, 3.0], jnp.float32), dtype=dtype)
-
-    def both(f: Program) -> Program:
-        first = lambda x, y: 3 * f(x, y)[:3]  # noqa: E731
-        return lambda x, y: (first(to_array(x), y), to_array(scalify(first)(x, y)))
-
+def test_elements_beside_an_array_of_large_numbers_are_kept() -> None:
+    x = narrow([0.3, -1.2, 1.7, 3.0], jnp.float16)
     table = {
-        (name, large): (both(f), x, np.float32(large) * np.float32([1.0, 1.5, 2.0, 1.0]))
+        (name, large): (lambda x, y, f=f: 3 * f(x, y)[:3], x, large * np.float32([1, 1.5, 2, 1]))
         for name, f in BESIDE_LARGE.items()
-        for large in (1e4, 1e30)
+        for large in (np.float32(1e4), np.float32(1e30))
     }
-    for name, (expected, found) in jax.device_get(compute(table)).items():
-        with entry(name):
-            np.testing.assert_allclose(found, expected, rtol=2 * float(jnp.finfo(dtype).eps))
+    check(table, rtol=2 * HALF)
 
 
 TINY: dict[str, tuple[Program, list[float]]] = {
     "log of a floor": (lambda x: jnp.log(jnp.maximum(x, 1e-30)), [0, 1e4]),
-    "log of a clip": (lambda x: jnp.log(jnp.clip(x, 1e-30)), [0, 1e4]),
-    "quotient": (lambda x: x / jnp.maximum(x, jnp.finfo(jnp.float32).tiny), [0, 400]),
     "sum": (lambda x: jnp.log(x + 1e-36), [0, 1e3, 2e3]),
     "choice": (lambda x: jnp.log(jnp.where(x > 0, x, 1e-36)), [0, 1e3, 2e3]),
     "gradient": (jax.grad(lambda x: jnp.sum(jnp.sqrt(jnp.maximum(x, 1e-30)))), [0, 1e4]),
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_tiny_numbers_are_kept_beside_large_scales(dtype: str) -> None:
     table = {
-        name: (lambda x, f=f: (to_array(scalify(f)(as_scaled(x, 2.0**20, dtype=dtype))), f(x)), x)
+        name: (f, as_scaled(jnp.asarray(numbers, jnp.float32), 2.0**20, dtype=dtype))
         for name, (f, numbers) in TINY.items()
-        for x in [jnp.asarray(numbers, jnp.float32)]
     }
-    for name, (found, expected) in compute(table).items():
-        with entry(name):
-            np.testing.assert_allclose(np.float32(found), expected, rtol=2**-7)
+    check(table, rtol=2**-7)
+
+
+A = narrow([1.0, 2.0, 3.0], jnp.float16)
+SAME = ScaledArray(A.data * 2, A.scale / 2)
+TINIER = narrow([1e-12, 2e-12, 3e-12], jnp.float16)
+ZERO = ScaledArray(jnp.zeros(3, jnp.float16), jnp.float32(1))
+
+# Of numbers, the same numbers at another scale, small ones, zeros, and a zero without a scale.
+ADDED_TO_ZEROS: dict[str, Callable[..., Any]] = {
+    "a moment": lambda a, b, y, z, n: 0.9 * z + 0.1 * y,
+    "of squares": lambda a, b, y, z, n: 0.9 * z + 0.1 * y * y,
+    "difference": lambda a, b, y, z, n: (a - b) + y,
+    "product of a difference": lambda a, b, y, z, n: (a - b) * a + y,
+    "dot product": lambda a, b, y, z, n: jnp.vdot(a - b, a) + y,
+    "maximum": lambda a, b, y, z, n: jnp.maximum(a - b, y),
+    "relu": lambda a, b, y, z, n: jax.nn.relu(-a) + y,
+    "where": lambda a, b, y, z, n: jnp.where(a > 5, a, y),
+    "sum": lambda a, b, y, z, n: jnp.sum(jnp.where(a > 5, a, 0.0)) + y,
+    "concatenate": lambda a, b, y, z, n: jnp.concatenate([a - b, y, z]),
+    "scan": lambda a, b, y, z, n: lax.scan(lambda c, _: (0.9 * c + y, c), z, length=3),
+    "set": lambda a, b, y, z, n: (a - b).at[1].set(y[1]),
+    "cond": lambda a, b, y, z, n: lax.cond(a[0] > 5, lambda: a, lambda: y) + z,
+    "a number": lambda a, b, y, z, n: y + n,
+}
+
+
+def test_what_is_added_to_zeros_keeps_its_precision() -> None:
+    args = A, SAME, TINIER, ZERO, jnp.zeros(())
+    check({name: (f, *args) for name, f in ADDED_TO_ZEROS.items()}, rtol=4 * HALF)
 
 
 # Arrays of one number that a cast changes, by NumPy's and XLA's rules.
 CASTS: dict[str, tuple[Callable[[], Any], complex]] = {
     "cut below zero": (lambda: jnp.full(3, -2.7).astype(jnp.int32), -2),
-    "true": (lambda: jnp.full(3, 0.25).astype(bool), 1),
     "the largest byte": (lambda: jnp.full(3, 300.0).astype(jnp.uint8), 255),
-    "a negative byte": (lambda: -jnp.full(3, 1.0).astype(jnp.uint8), 255),
     "the least byte": (lambda: -jnp.full(3, -128.0).astype(jnp.int8), -128),
     "8 bits": (lambda: jnp.full(3, 1.06).astype(jnp.float8_e4m3fn).astype(jnp.float32), 1),
-    "16 bits": (lambda: jnp.full(3, 1.003).astype(jnp.bfloat16).astype(jnp.float32), 1),
     "infinity": (lambda: jnp.full(3, 1e5).astype(jnp.float16).astype(jnp.float32), jnp.inf),
-    "zero": (lambda: jnp.full(3, 1e-9).astype(jnp.float16).astype(jnp.float32), 0),
     "complex": (lambda: jnp.full(3, 2.5).astype(jnp.complex64), 2.5),
     "minus zero, complex": (lambda: -jnp.zeros(3).astype(jnp.complex64), 0),
 }
@@ -341,13 +291,12 @@ def _with_number(x: Any, c: Any) -> list[Any]:
     return [x * c, x + c, c - x, c / x, jnp.abs(lax.exp(x + 1j) * c)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_number_is_what_a_cast_makes_of_it(dtype: str) -> None:
+def test_a_number_is_what_a_cast_makes_of_it() -> None:
     x = jnp.array([1.5, -2.0, 3.0])
     table = {
         name: (lambda x, make=make: scalify(lambda x: _with_number(x, make()))(x), given)
         for name, (make, _) in CASTS.items()
-        for given in [as_scaled(x, dtype=dtype)]
+        for given in [as_scaled(x, dtype=jnp.float16)]
     }
     for name, found in compute(table).items():
         with np.errstate(invalid="ignore"):
@@ -360,15 +309,6 @@ def test_a_number_is_what_a_cast_makes_of_it(dtype: str) -> None:
 # -- a cast to float32, as users write it, against float64 -----------------------------------------
 
 
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
-def divergence(of: Program, exp: Program) -> Program:
-    return lambda x: (exp(of(x)) * (of(x) - of(x + x[::-1] / 64))).sum(-1)
-
-
 ISLANDS: dict[str, tuple[Program, Program]] = {
     "var": (lambda x: x.var(-1), lambda x: x.var(-1)),
     "mean of squares": (lambda x: (x * x).mean(-1) - x.mean(-1) ** 2, lambda x: x.var(-1)),
@@ -376,14 +316,12 @@ ISLANDS: dict[str, tuple[Program, Program]] = {
         lambda x: jax.nn.log_softmax(x)[:, :1] - jax.nn.log_softmax(x)[:, 1:2],
         lambda x: x[:, :1] - x[:, 1:2],
     ),
-    "divergence": (divergence(jax.nn.log_softmax, jnp.exp), divergence(log_softmax, np.exp)),
-    "loss": (lambda x: jax.nn.logsumexp(x, -1) - x[:, 0], lambda x: -log_softmax(x)[:, 0]),
 }
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("mean", [0.0, 60.0])
-def test_what_follows_a_cast_is_float32(mean: float, dtype: Any) -> None:
+def test_what_follows_a_cast_is_float32(dtype: Any) -> None:
+    mean = 60.0
     given = as_scaled(jnp.asarray(mean + normal(0, 16, 512), jnp.float32), dtype=dtype)
     exact = np.asarray(to_array(given), np.float64)
     table = {
@@ -401,8 +339,8 @@ def test_what_follows_a_cast_is_float32(mean: float, dtype: Any) -> None:
             np.testing.assert_allclose(to_array(found), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_an_island_of_products_is_asked_for(dtype: Any) -> None:
+def test_an_island_of_products_is_asked_for() -> None:
+    dtype = jnp.float16
     given = as_scaled(jnp.asarray(16 + normal(0, 16, 512), jnp.float32), dtype=dtype)
     exact = np.asarray(to_array(given), np.float64)
 
@@ -432,8 +370,6 @@ EIGHT = scaled([1.0, -0.5, 1.5], 0.5, jnp.float8_e4m3fn)
 
 FOUND: dict[str, tuple[Program, Any]] = {
     "a number and a scale per row": (lambda x: 1 - x, ROWS),
-    "a number of the program and a scale per row": (lambda x: x + x.sum(), ROWS),
-    "a choice of a number and a scale per row": (lambda x: jnp.where(x > 1, x, 3.0), ROWS),
     "clamped at numbers with a scale per row": (lambda x: lax.clamp(1.0, x, 4.0), ROWS),
     "a row at a scale per item and a scale per row": (lambda x: x[:, -1] - x, ROWS),
     "a scale per row without rows": (lambda x: (1 - x).T, NO_ROWS),
@@ -453,17 +389,13 @@ FOUND: dict[str, tuple[Program, Any]] = {
         lambda x: (x + 1) ** 2 * (x + 1) + x,
         scaled([1.0, 2.0], 2.0**-40),
     ),
-    "a number and zeros, squared": (lambda x: (2 * x + 1) * (1 - x) + x, scaled([0.0, 0.0])),
     "8 bits compared with more": (lambda x: jnp.minimum(x, x.min()), EIGHT),
     "a moment that starts at zero": (lambda x: 0.1 * x + 0.9 * jnp.zeros_like(x), NEAR_ZERO),
     "an angle near zero": (lambda x: jnp.arctan2(x, jnp.ones_like(x)), NEAR_ZERO),
-    "a remainder near zero": (lambda x: lax.rem(x, jnp.cos(x)), NEAR_ZERO),
-    "the small part of a complex number": (lambda x: lax.complex(x + 1, x).imag, NEAR_ZERO),
     "a part that is zero, at a large scale": (
         lambda x: (lambda y: jnp.angle(lax.complex(y * y + 1, y)))((1j * x).real),
         scaled([1.0], 2.0**37),
     ),
-    "small zeros at a scale per row": (lambda x: x.T + 1, scaled([[0.0], [0.0]], TINY_ROWS)),
     "cotangents that cancel": (
         jax.grad(lambda x: jnp.sum(x - (x * x + x))),
         scaled([1.0], 2.0**-40),
@@ -476,15 +408,10 @@ FOUND: dict[str, tuple[Program, Any]] = {
         lambda x: lax.scan(lambda c, _: (0.9 * c + 0.1 * x, c), jnp.zeros_like(x), length=3)[1].T,
         scaled([[1.0, 0.7]], [[2.0**-24]]),
     ),
-    "rows of which one is zero, at a large scale": (
-        lambda x: x.reshape(-1) * 2,
-        scaled([[0.0, 0.0], [1.0, 1.5]], [[1.0], [2.0**-30]]),
-    ),
     "the tail of a sigmoid": (lambda x: x * jax.nn.sigmoid(x), scaled([-1.0], 32.0)),
-    "a convolution of 8 bits with a plain array": (lambda x: jnp.convolve(x, jnp.ones(2)), EIGHT),
     **{
         f"{f.__name__} near zero": (f, NEAR_ZERO)
-        for f in (jnp.tanh, jnp.sin, jnp.log1p, jnp.arctan, jnp.arcsinh, jnp.arctanh, lax.erf)
+        for f in (jnp.tanh, jnp.log1p, jnp.arcsinh, lax.erf)
     },
 }
 
@@ -494,16 +421,10 @@ def test_found() -> None:
         gradient = jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))
         return lambda x: (function(x), gradient(x))
 
-    table = {name: (scalify(both(f)), x) for name, (f, x) in FOUND.items()}
-    for name, found in compute(table).items():
-        function, x = FOUND[name]
-        expected = both(function)(to_array(x).astype(jnp.float32))
-        # bfloat16, as which 8 bits are computed with, is the widest step.
-        step = float(jnp.finfo(jnp.bfloat16 if x.dtype.itemsize == 1 else jnp.float16).eps)
-        for e, a in zip(expected, to_array(found), strict=True):
-            with entry(name):
-                atol = 8 * step * np.max(np.abs(e), initial=0)
-                np.testing.assert_allclose(a, e, rtol=0, atol=atol)
+    # bfloat16, as which 8 bits are computed with, is the widest step.
+    for eight, step in ((False, HALF), (True, float(jnp.finfo(jnp.bfloat16).eps))):
+        rows = {name: row for name, row in FOUND.items() if (row[1] is EIGHT) == eight}
+        check({name: (both(f), x) for name, (f, x) in rows.items()}, atol=8 * step)
 
 
 def test_numbers_of_64_bits_of_no_rows() -> None:

@@ -5,21 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 from unitscale import ScaledArray, as_scaled, to_array
-from unitscale.transforms import (
-    get_data_scale,
-    scalify,
-)
+from unitscale.transforms import get_data_scale, scalify
 from unitscale.transforms._interpreter import Interpreter
 
-from .table import IDS, A
-from .table_control import clipped_gradient, steep
+from .table import IDS, A, clipped_gradient, steep
 
 
 @pytest.mark.parametrize(
@@ -64,28 +59,14 @@ def test_casts_are_measured_in_narrow_types_and_keep_the_scale_in_others(dtype: 
     np.testing.assert_allclose(to_array(result, jnp.float32), x.value, rtol=2.0**-3)
 
 
-def test_integers_and_bools_have_no_scale() -> None:
-    x = ScaledArray(jnp.asarray([1.0, 0.0]), jnp.float32(4.0))
-    np.testing.assert_array_equal(scalify(lambda a: a.astype(jnp.int32))(x), [4, 0])
-    np.testing.assert_array_equal(scalify(lambda a: a.astype(bool))(x), [True, False])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("factor", [2.0**-100, 3.0, 2.0**13])
-def test_precision_is_reduced_of_values(factor: float, dtype: Any) -> None:
-    def function(x: jax.Array) -> jax.Array:
-        return lax.reduce_precision(x, 5, 2)
-
-    data = jnp.asarray([1.0, -1.3, 6.1, 0.7], dtype)
-    x = ScaledArray(data, jnp.float32(factor))
-    np.testing.assert_array_equal(to_array(scalify(function)(x)), function(x.value))
-
-
-def test_a_reduction_to_the_own_precision_keeps_the_scale() -> None:
-    x = ScaledArray(jnp.asarray([1.0, -1.3]), jnp.float32(3.0))
-    result = scalify(lambda a: lax.reduce_precision(a, 8, 23))(x)
+@pytest.mark.parametrize("factor", [2.0**-100, 3.0])
+def test_precision_is_reduced_of_values(factor: float) -> None:
+    x = ScaledArray(jnp.asarray([1.0, -1.3, 6.1, 0.7], jnp.float16), jnp.float32(factor))
+    found = to_array(scalify(lambda x: lax.reduce_precision(x, 5, 2))(x))
+    np.testing.assert_array_equal(found, lax.reduce_precision(x.value, 5, 2))
+    result = scalify(lambda a: lax.reduce_precision(a, 8, 23))(x)  # no less than its own
     np.testing.assert_array_equal(result.data, x.data)
-    assert float(result.scale) == 3.0
+    assert result.scale == x.scale
 
 
 def test_float64_computes_in_float64() -> None:
@@ -115,7 +96,7 @@ def test_gradient_of_a_maximum_of_different_scales() -> None:
     np.testing.assert_array_equal(to_array(gradient[1]), [0.0, 0.0, 1.0])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_results_beyond_16_bits_are_kept(dtype: Any) -> None:
     x = as_scaled(jnp.asarray([20.0, 30.0, -30.0]), dtype=dtype)
     result = scalify(jnp.exp)(x)
@@ -143,20 +124,20 @@ def test_small_second_moments_survive_float16() -> None:
     np.testing.assert_allclose(update.value, np.sign(g.value) * 1000**0.5, rtol=2e-3)
 
 
-POOLS: dict[str, Callable[..., Any]] = {
-    "maximum": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"),
-    "minimum": lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2, 3), (1, 1), "SAME"),
-}
+POOLS: list[Callable[..., Any]] = [
+    lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"),
+    lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2, 3), (1, 1), "SAME"),
+]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn])
-@pytest.mark.parametrize("name", POOLS)
-def test_gradients_without_a_scale_are_chosen_by_narrow_data(name: str, dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn])
+def test_gradients_without_a_scale_are_chosen_by_narrow_data(dtype: Any) -> None:
     """Those of a plain sum of the pooled extremes are plain ones."""
-    gradient = jax.grad(lambda x: jnp.sum(POOLS[name](x)))
     x = as_scaled(jnp.asarray(np.random.default_rng(0).normal(size=(4, 6))), dtype=dtype)
-    expected = gradient(x.value.astype(jnp.float32))
-    np.testing.assert_array_equal(to_array(scalify(gradient)(x)), expected)
+    for pool in POOLS:
+        gradient = jax.grad(lambda x, pool=pool: jnp.sum(pool(x)))
+        expected = gradient(x.value.astype(jnp.float32))
+        np.testing.assert_array_equal(to_array(scalify(gradient)(x)), expected)
 
 
 def test_many_terms_of_one_place() -> None:
@@ -176,18 +157,6 @@ def test_jit_keeps_its_name_and_donation() -> None:
     (call,) = [e for e in equations if e.primitive.name == "jit"]
     assert call.params["name"] == "named"
     assert call.params["donated_invars"][0]
-
-
-def test_an_inner_program_is_scaled_once() -> None:
-    calls = []
-
-    @jax.jit
-    def layer(x: jax.Array) -> jax.Array:
-        calls.append(1)
-        return jnp.tanh(x)
-
-    scalify(lambda x: layer(layer(layer(x))))(as_scaled(jnp.ones(3)))
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0])
@@ -230,19 +199,17 @@ def test_the_users_rule_is_used_outside_too() -> None:
     np.testing.assert_allclose(slope, 12.0, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16])
 @pytest.mark.parametrize("scale", [2.0**-30, 2.0**30])
-def test_results_are_rescaled_to_unit_size(scale: float, dtype: Any) -> None:
-    matrix = ScaledArray(jnp.asarray([[4.0, 1.0], [1.0, 3.0]], dtype), jnp.float32(scale))
+def test_results_are_rescaled_to_unit_size(scale: float) -> None:
+    matrix = ScaledArray(jnp.asarray([[4.0, 1.0], [1.0, 3.0]], jnp.float16), jnp.float32(scale))
     result = scalify(jnp.linalg.cholesky)(matrix)
-    assert result.dtype == dtype
+    assert result.dtype == jnp.float16
     assert 0.5 <= np.sqrt(np.mean(np.square(np.asarray(result.data, np.float32)))) <= 2
     exact = np.linalg.cholesky(np.asarray(matrix.value, np.float64))
-    step = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(result.value, exact, rtol=2 * step, atol=0)
+    np.testing.assert_allclose(result.value, exact, rtol=2**-9, atol=0)
 
 
-@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("size", [1e-9, 1e9])
 def test_the_parts_of_a_factorization_may_differ_in_size(size: float) -> None:
     """Those of `lu` are in one array: L near 1, U near the matrix."""
     matrix = as_scaled(jnp.asarray([[4.0, 1.0], [1.0, 3.0]]) * jnp.float32(size), dtype=jnp.float16)
@@ -254,7 +221,7 @@ def test_the_parts_of_a_factorization_may_differ_in_size(size: float) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=step * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("size", [1e5, 1.0, 1e-9])
+@pytest.mark.parametrize("size", [1e5, 1e-9])
 def test_magnitudes_of_complex_results(size: float) -> None:
     matrix = jnp.asarray([[1.0, -2.0], [3.0, 0.5]]) * size
 
@@ -266,18 +233,17 @@ def test_magnitudes_of_complex_results(size: float) -> None:
     np.testing.assert_allclose(to_array(found, jnp.float32), exact, rtol=2e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_reference_that_starts_from_a_scaled_array(dtype: str) -> None:
+def test_a_reference_that_starts_from_a_scaled_array() -> None:
     def double(x: jax.Array) -> jax.Array:
         ref = jax.new_ref(x)
         ref[...] = 2 * ref[...]
         return ref[...] + 1
 
-    found = jax.jit(scalify(double))(as_scaled(jnp.arange(4.0), dtype=dtype))
+    found = jax.jit(scalify(double))(as_scaled(jnp.arange(4.0), dtype=jnp.float16))
     np.testing.assert_array_equal(to_array(found, jnp.float32), [1, 3, 5, 7])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_what_a_gradient_needs_is_computed_again_from_16_bits(dtype: Any) -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sum((jnp.tanh(x @ w) @ w) ** 2)

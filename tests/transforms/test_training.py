@@ -2,10 +2,9 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,120 +13,7 @@ from flax import nnx
 
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.core import is_scaled
-from unitscale.transforms import (
-    scalify,
-)
-
-
-class Task(NamedTuple):
-    """A loss of parameters and a batch, and where training starts."""
-
-    loss: Callable[[Any, Any], jax.Array]
-    params: Any
-    batch: Any
-
-
-def mlp() -> Task:
-    rng = np.random.default_rng(0)
-
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
-
-    params = {
-        "hidden": {"kernel": normal(16, 32) / 4, "bias": jnp.zeros(32)},
-        "out": {"kernel": normal(32, 4) / 6, "bias": jnp.zeros(4)},
-    }
-    x = normal(64, 16)
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x, target = batch
-        hidden = jax.nn.gelu(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
-        return jnp.mean((hidden @ params["out"]["kernel"] + params["out"]["bias"] - target) ** 2)
-
-    return Task(loss, params, (x, jnp.tanh(x @ normal(16, 4))))
-
-
-class Block(nnx.Module):
-    def __init__(self, width: int, rngs: nnx.Rngs):
-        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, width, decode=False, rngs=rngs)
-        self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, 2 * width, rngs=rngs)
-        self.down = nnx.Linear(2 * width, width, rngs=rngs)
-
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), mask=mask)
-        return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x))))
-
-
-class Transformer(nnx.Module):
-    def __init__(self, vocab: int, width: int, layers: int, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(vocab, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, rngs) for _ in range(layers)])
-        self.norm = nnx.LayerNorm(width, rngs=rngs)
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        x, mask = self.embed(ids), nnx.make_causal_mask(ids)
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.embed.attend(self.norm(x))
-
-
-def transformer() -> Task:
-    model = Transformer(11, 16, 1, nnx.Rngs(0))
-    graph, params = nnx.split(model)
-    ids = jnp.asarray(np.cumsum(np.random.default_rng(1).integers(1, 3, (8, 13)), axis=1) % 11)
-
-    def loss(params: Any, batch: Any) -> jax.Array:
-        logits = nnx.merge(graph, params)(batch[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
-
-    return Task(loss, nnx.to_pure_dict(params), ids)
-
-
-def step_of(task: Task, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """Returns the whole train step: gradients, optimizer and update."""
-
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        loss, gradients = jax.value_and_grad(task.loss)(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
-
-
-STEPS = 50
-OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 4 * STEPS)),
-    "momentum": lambda: optax.chain(
-        optax.clip_by_global_norm(1.0), optax.sgd(0.02, momentum=0.9, nesterov=True)
-    ),
-}
-TASKS = {"mlp": mlp, "transformer": transformer}
-
-
-def losses_of(step: Any, params: Any, state: Any, batch: Any) -> tuple[np.ndarray, Any]:
-    losses = []
-    for _ in range(STEPS):
-        params, state, loss = step(params, state, batch)
-        losses.append(float(to_array(loss)))
-    return np.asarray(losses), (params, state)
-
-
-def noise_of(step: Any, problem: Task, state: Any, plain: np.ndarray, epsilon: float) -> np.ndarray:
-    """How far the losses of the plain program move when its parameters are rounded once.
-
-    The largest of three draws of the rounding, and no smaller than at an earlier step.
-    """
-    moved = []
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        params = jax.tree.map(
-            lambda x, rng=rng: x * (1 + epsilon * rng.uniform(-0.5, 0.5, x.shape)).astype(x.dtype),
-            problem.params,
-        )
-        moved.append(np.abs(losses_of(step, params, state, problem.batch)[0] - plain))
-    return np.maximum.accumulate(np.max(moved, axis=0))
+from unitscale.transforms import scalify
 
 
 def check_scales(tree: Any) -> None:
@@ -144,30 +30,8 @@ def check_scales(tree: Any) -> None:
             assert 0.25 <= rms <= 4.0, f"{name}: data has RMS {rms}, scale {scale}"
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("task", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
-def test_losses_follow_float32_and_scales_have_a_fixed_point(task: str, optimizer: str) -> None:
-    problem: Task = TASKS[task]()
-    rule = OPTIMIZERS[optimizer]()
-    step, state = jax.jit(step_of(problem, rule)), rule.init(problem.params)
-    plain, _ = losses_of(step, problem.params, state, problem.batch)
-    assert plain[-1] < 0.7 * plain[0], "the task is one that is learned"
-    for dtype in (jnp.float32, jnp.float16):
-        epsilon = float(jnp.finfo(dtype).eps)
-        # A step rounds some hundred times in a row, independently: the root of that, times one.
-        bound = 10 * (noise_of(step, problem, state, plain, epsilon) + epsilon * plain)
-        scaled = as_scaled((problem.params, state, problem.batch), dtype=dtype)
-        losses, end = losses_of(jax.jit(scalify(step)), *scaled)
-        far = np.abs(losses - plain) > bound
-        assert not far.any(), (dtype, losses[far] - plain[far], bound[far])
-        if dtype == jnp.float16:
-            check_scales(end)
-        floats = [x for x in jax.tree.leaves(end, is_leaf=is_scaled) if is_scaled(x)]
-        assert {x.dtype for x in floats} == {jnp.dtype(dtype)}
-
-
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("mean", [0.0, 8.0, 32.0])
+@pytest.mark.parametrize("mean", [0.0, 32.0])
 def test_layer_norm_of_flax(mean: float, dtype: Any) -> None:
     """Which takes the variance from the mean of squares."""
     x = np.random.default_rng(0).normal(mean, 1, size=(16, 512)).astype(np.float32)
@@ -268,22 +132,21 @@ def rounded(tree: Any, dtype: Any, offset: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def losses(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> np.ndarray:
+def losses(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+    """The loss of every step, and what training ends with."""
     found = []
     for _ in range(TURNS):
         params, state, loss = step(params, state, batch)
         found.append(loss)
-    return np.asarray([float(to_array(x)) for x in jax.device_get(found)])
+    return np.asarray([float(to_array(x)) for x in jax.device_get(found)]), (params, state)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings('ignore:"seed" is deprecated:DeprecationWarning')  # dpsgd has no key
-@pytest.mark.parametrize("name", optimizers())
-def test_training_in_float16_follows_float32(name: str) -> None:
+def follows(name: str) -> Any:
+    """Train in float32 and in float16: the losses of float32, and what float16 ends with."""
     params, batch = problem()
     optimizer = optimizers()[name]()
     step, state = optimizer_step(name, optimizer), optimizer.init(params)
-    plain = losses(jax.jit(step), params, state, batch)
+    plain, _ = losses(jax.jit(step), params, state, batch)
     assert plain[-20:].mean() < 0.9 * plain[0], "the plain program trains"
 
     @jax.jit
@@ -292,14 +155,31 @@ def test_training_in_float16_follows_float32(name: str) -> None:
         return *rounded(tuple(kept), jnp.float16, offset), loss
 
     stored = [
-        losses(lambda *args, o=o: storing(*args, o), params, state, batch)
+        losses(lambda *args, o=o: storing(*args, o), params, state, batch)[0]
         for o in np.asarray([1.0, 1.25, 1.5, 1.75], np.float32)
     ]
     scaled = as_scaled((params, state, batch), dtype=jnp.float16)
-    found = losses(jax.jit(scalify(step)), *scaled)
+    found, end = losses(jax.jit(scalify(step)), *scaled)
     assert np.all(np.isfinite(found))
     # Means over 20 steps, since two runs that follow each other swing apart.
     windows = [np.asarray(x).reshape(-1, 20).mean(1) for x in (plain, found, *stored)]
     apart = np.max([np.abs(w - windows[0]) for w in windows[2:]], axis=0)
     bound = 3 * np.maximum.accumulate(apart) + 0.02 * windows[0]
     assert np.all(np.abs(windows[1] - windows[0]) <= bound), (windows[:2], bound)
+    return plain, end, step, (params, state, batch)
+
+
+def test_adamw_in_float16_and_float32_and_scales_have_a_fixed_point() -> None:
+    plain, end, step, start = follows("adamw")
+    check_scales(end)
+    floats = [x for x in jax.tree.leaves(end, is_leaf=is_scaled) if is_scaled(x)]
+    assert {x.dtype for x in floats} == {jnp.dtype(jnp.float16)}
+    exact, _ = losses(jax.jit(scalify(step)), *as_scaled(start))
+    np.testing.assert_allclose(exact[:50], plain[:50], rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:"seed" is deprecated:DeprecationWarning')  # dpsgd has no key
+@pytest.mark.parametrize("name", optimizers())
+def test_training_in_float16_follows_float32(name: str) -> None:
+    follows(name)

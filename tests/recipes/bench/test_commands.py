@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from recipes.bench import h200, lms, overhead, parallel, parity, runs, step
+from recipes.bench import fuzz, lms, overhead, parallel, parity, runs, step
 from recipes.cli import main
 from recipes.finetune.config import FinetuneConfig
 from tests.recipes.masked import write_bert
@@ -19,9 +20,7 @@ from tests.recipes.tasks import FILES, write_tasks
 UNIT = ("model.library=unitscale", "model.dropout=0.0", "train.steps=2", "optimizer.name=sgd")
 TINY = ("model.width=16", "model.heads=2", "model.layers=1", "model.vocab=256")
 TINY += ("data.tokenizer={kind: byte, vocab: null}", "data.sequence_length=16", "data.batch_size=2")
-HALF_AND_FULL = ("float32", "float16")
 Rows = list[dict[str, Any]]
-Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -30,18 +29,16 @@ def bench(tmp_path: Path, config_file: Path) -> Callable[..., list[Rows]]:
 
     def run(name: str, *words: str) -> list[Rows]:
         out = tmp_path / "out.json"
-        given = (
-            () if name in ("step", "overhead", "fuzz", "h200") else ("--config", str(config_file))
-        )
+        config = () if name in ("step", "overhead", "fuzz", "h200") else ("--config", config_file)
         # What is given later counts.
-        assert main(["bench", name, *given, *words, "--json", str(out)]) == 0
+        assert main(["bench", name, *map(str, config), *words, "--json", str(out)]) == 0
         return [table["rows"] for table in json.loads(out.read_text("utf-8"))["tables"]]
 
     return run
 
 
 @pytest.mark.slow
-def test_parity(bench: Any, tmp_path: Path) -> None:
+def test_parity(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     losses, gradients = bench("parity", *UNIT, "--seeds", "2")
     assert [row["variant"] for row in losses] == ["float32", "float16", "fp8"]
     assert abs(losses[1]["over reference"]) < 0.01
@@ -50,13 +47,6 @@ def test_parity(bench: Any, tmp_path: Path) -> None:
     assert len({row["loss"] for row in losses}) == 3
     assert [row["when"] for row in gradients[::2]] == ["at first", "at the end"]
     assert gradients[0]["lost"] < gradients[1]["lost"]
-    names = {folder.name for folder in (tmp_path / "runs").iterdir()}
-    first = {"tiny-float32", "tiny-float16", "tiny-fp8"}
-    assert names == first | {f"{name}-seed1" for name in first} | {"tiny-plain-float16"}
-
-
-@pytest.mark.slow
-def test_rounding_by_operand(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     some = ("nothing", "cotangents", "cotangents in E5M2", "query", "all")
     monkeypatch.setattr(parity, "ROUNDED", {name: parity.ROUNDED[name] for name in some})
     (rows,) = bench("parity", *UNIT, "--rounding")
@@ -76,16 +66,11 @@ def test_libraries(bench: Any) -> None:
     assert losses[0]["loss"] == min(by_rate.values()) < max(by_rate.values())
 
 
-def test_a_learning_rate_is_checked(capsys: Captured) -> None:
-    for words in (["--plain-rates", "a,b"], ["--unit-rates", "0.1,-1"]):
-        assert main(["bench", "libraries", *words]) == 2
-        assert words[0] in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_scalify(bench: Any) -> None:
-    words = ("model.dropout=0.0", "train.steps=8", "--rounds", "4")
-    losses, cost, compiling = bench("scalify", *words)
+    losses, cost, compiling = bench(
+        "scalify", "model.dropout=0.0", "train.steps=8", "--rounds", "4"
+    )
     names = ["plain-float32", "scalify-float16", "scalify-fp8"]
     assert [row["variant"] for row in losses] == names
     assert len({row["loss"] for row in losses}) == 3
@@ -97,7 +82,7 @@ def test_scalify(bench: Any) -> None:
 def test_optim(bench: Any, config_file: Path) -> None:
     text = config_file.read_text("utf-8").replace("library: plain", "library: unitscale")
     config_file.write_text(text, encoding="utf-8")
-    size, times, losses = bench("optim", *UNIT[:3], "--large", str(config_file), "--rounds", "2")
+    size, times, losses = bench("optim", *UNIT[:3], "--rounds", "2")
     assert [row["formats"] for row in size] == [row["variant"] for row in losses]
     assert size[0]["together"] == pytest.approx(12, abs=0.1)
     assert [row["buffers"] for row in times] == ["new", "donated"]
@@ -110,10 +95,8 @@ def test_parallel(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "SHAPE", (64, 32))
     monkeypatch.setattr(parallel, "MESHES", ({"data": 8}, {"fsdp": 8}))
     monkeypatch.setattr(parallel, "h200_available", lambda: False)
-    words = ("train.steps=20", "model.dropout=0.0", "data.batch_size=8")
-    mean, meshes, losses = bench(
-        "parallel", "--train", "--steps", *words, "model.library=unitscale"
-    )
+    words = ("train.steps=20", "model.dropout=0.0", "data.batch_size=8", UNIT[0])
+    mean, meshes, losses = bench("parallel", "--train", "--steps", *words)
     ratios = [row["over float32"] for row in mean]
     assert ratios == pytest.approx([1, 0.5, 0.25, 0.25], abs=0.01)
     assert mean[2]["heavy-tailed nearest"] < 0.04
@@ -151,53 +134,21 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         own = f"tiny-bert-{config.precision.policy}" + ("-seed1" if config.seed else "")
         assert config.init == str(tmp_path / "runs" / own)
         assert (config.data.sequence_length, config.train.steps) == (16, 7)
-    # Of eight articles one is for validation.
-    split = tmp_path / "runs" / "tiny-bert-squad"
-    sizes = [
-        len(json.loads((split / f"{n}.json").read_text())["data"]) for n in ("train", "validation")
-    ]
-    assert sizes == [11, 1]
+    split = tmp_path / "runs" / "tiny-bert-squad"  # of eight articles one is for validation
+    texts = [(split / f"{name}.json").read_text() for name in ("train", "validation")]
+    assert [len(json.loads(text)["data"]) for text in texts] == [11, 1]
 
 
-def test_character_models_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    assert main(["bench", "lms", "--no-runs", "--charlm", str(tmp_path)]) == 2
-    assert "--charlm" in capsys.readouterr().err
-    formats = [(library, policy) for library in ("unitscale", "plain") for policy in HALF_AND_FULL]
+def test_character_models_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    formats = [(of, policy) for of in ("unitscale", "plain") for policy in ("float32", "float16")]
     models = [(1.0, 1.004, 1.1, 1.2), (1.0, 1.1, 0.9, 0.9), (2.0, 1.9, 2.0, math.inf)]
     losses = [dict(zip(formats, model, strict=True)) for model in models]
     for name, given in (("is_run", True), ("load_config", None), ("make_points", [])):
         monkeypatch.setattr(lms, name, lambda *_, given=given: given)
     monkeypatch.setattr(lms, "read_curves", lambda *_: [])
     monkeypatch.setattr(lms, "by_format", lambda _: dict(enumerate(losses)))
-    assert [(row["count"], row["of"]) for row in lms.study(tmp_path).rows] == [
-        (2, 3),
-        (1, 3),
-        (2, 3),
-    ]
-
-
-def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "ProcessPoolExecutor", _InThisProcess)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    words = ("--shapes", "gpt2-small", "--rows", "plain-bfloat16,fp8", "--rounds", "2")
-    ((plain, fp8),) = bench("step", *words, *TINY, "data.path=null")
-    for row in (plain, fp8):
-        assert 0 < row["loss"] < 10
-        assert row["tokens/s"] == pytest.approx(1e3 * 2 * 16 / row["ms"])
-        assert row["peak MiB"] > 0 < row["kernels"]
-    assert fp8["over first"] == pytest.approx(fp8["ms"] / plain["ms"])
-
-
-def test_a_step_that_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(step, "ProcessPoolExecutor", _InThisProcess)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert main(["bench", "step", "--on", "tpu"]) == 2
-    assert main(["bench", "step", "--rows", "fp8", "model.width=7"]) == 2
-    said = capsys.readouterr().err
-    assert "--on" in said
-    assert "width 7" in said
+    rows = lms.study(tmp_path).rows
+    assert [(row["count"], row["of"]) for row in rows] == [(2, 3), (1, 3), (2, 3)]
 
 
 class _InThisProcess:
@@ -211,51 +162,49 @@ class _InThisProcess:
         return None
 
 
-def test_attention_is_traced_for_the_kernel_whatever_its_type(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-
-    def attention(q: Any, k: Any, v: Any, *, implementation: Any = None) -> Any:
-        asked.append(implementation)
-        return q
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-    x = jnp.ones((1, 1, 1, 8))
-    with step.fused_attention():
-        for dtype in (jnp.bfloat16, jnp.float32):
-            jax.nn.dot_product_attention(*[x.astype(dtype)] * 3)
-        jax.nn.dot_product_attention(x, x, x, implementation="xla")
-    assert asked == ["cudnn", "cudnn", "xla"]
-    assert jax.nn.dot_product_attention is attention
+def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(step, "ProcessPoolExecutor", _InThisProcess)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    words = ("--shapes", "gpt2-small", "--rows", "plain-bfloat16,fp8", "--rounds", "2")
+    ((plain, fp8),) = bench("step", *words, *TINY, "data.path=null")
+    for row in (plain, fp8):
+        assert 0 < row["loss"] < 10
+        assert row["tokens/s"] == pytest.approx(1e3 * 2 * 16 / row["ms"])
+        assert row["peak MiB"] > 0 < row["kernels"]
+    assert fp8["over first"] == pytest.approx(fp8["ms"] / plain["ms"])
+    assert main(["bench", "step", "--rows", "fp8", "model.width=7"]) == 2
+    assert "width 7" in capsys.readouterr().err
 
 
-def test_rows_and_shapes_are_valid_and_checked(capsys: Captured) -> None:
+def test_rows_and_shapes_are_valid() -> None:
     for shape in step.SHAPES:
         configs = {row: step.config_of(shape, row) for row in (step.ROWS | step.MORE)}
         assert len({(c.model.width, c.data.step_size) for c in configs.values()}) == 1
-        assert [row for row, c in configs.items() if c.optimizer.scaled] == [
-            "fp8-scaled",
-            "fp8-readout-scaled",
-        ]
-    for option in ("--rows", "--shapes"):
-        assert main(["bench", "h200", option, "fp7"]) == 2
-        assert option in capsys.readouterr().err
+        scaled = [row for row, config in configs.items() if config.optimizer.scaled]
+        assert scaled == ["fp8-scaled", "fp8-readout-scaled"]
 
 
-def test_h200_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     monkeypatch.setattr("recipes.bench.aot.h200_available", lambda: False)
-    assert main(["bench", "h200"]) == 2
-    assert f'pip install "jax-cuda13-plugin=={jax.__version__}"' in capsys.readouterr().err
+    for words, said in {
+        "step --on tpu": "--on",
+        "h200 --rows fp7": "--rows",
+        "h200 --shapes fp7": "--shapes",
+        "h200": f'pip install "jax-cuda13-plugin=={jax.__version__}"',
+        "libraries --plain-rates a,b": "--plain-rates",
+        "libraries --unit-rates 0.1,-1": "--unit-rates",
+        f"lms --no-runs --charlm {tmp_path}": "--charlm",
+    }.items():
+        assert main(["bench", *words.split()]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.h200
 @pytest.mark.slow
-def test_h200(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_h200(bench: Any, tmp_path: Path) -> None:
     rows = "plain-bfloat16,fp8,scalify-float16"
     words = ("--shapes", "llama-1b", "--rows", rows, "--top", "2", "--dump", str(tmp_path / "hlo"))
-    small = ("model.width=64", "model.heads=4", "model.layers=1", "model.vocab=256")
-    small += ("data.tokenizer={kind: byte, vocab: null}", "data.sequence_length=64")
+    small = ("model.width=64", "model.heads=4", *TINY[2:5], "data.sequence_length=64")
     steps, places = bench("h200", *words, *small)
     plain, fp8, scalified = steps
     assert plain["FP8 matmuls"].startswith("0 of ")
@@ -263,12 +212,11 @@ def test_h200(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert all(row["attention ms"] > 0 for row in (plain, scalified))
     assert fp8["over plain"] == pytest.approx(fp8["projected ms"] / plain["projected ms"])
     assert len(places) == 2
-    assert {p.name for p in (tmp_path / "hlo").iterdir()} == {
-        f"llama-1b-{row['program']}.hlo" for row in steps
-    }
-    assert h200.DEFAULT.split(",")[1] == "llama-1b"
+    names = {f"llama-1b-{row['program']}.hlo" for row in steps}
+    assert {path.name for path in (tmp_path / "hlo").iterdir()} == names
 
 
+@pytest.mark.slow
 def test_overhead(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"fp8": (1, ("precision.policy=fp8", "data.sequence_length=8", "data.batch_size=2"))}
     monkeypatch.setattr(overhead, "COMPILED", one)
@@ -279,7 +227,72 @@ def test_overhead(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(1 < row["files"] < row["functions"] for row in code)
 
 
-def test_fuzz(bench: Any) -> None:
-    (rows,) = bench("fuzz", "--programs", "4")
-    assert sum(row["agree"] + row["left out"] for row in rows) == 4
+def test_fuzz(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (rows,) = bench("fuzz", "--programs", "2")
+    assert sum(row["agree"] + row["left out"] for row in rows) == 2
     assert all(row["within"] for row in rows)
+
+    class Wrong:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(jnp, name)
+
+        def sin(self, x: Any) -> Any:
+            return jnp.sin(x) * 1.25
+
+    # A sine that is wrong, in the middle of a program: found, and made small.
+    lines = {"v0": "i0 + 1", "v1": "jnp.sin(v0)", "v2": "v1 * 3", "v3": "abs(i1)"}
+    tried = program("operators", *lines.values(), i1=ONES)
+    assert fuzz.check(tried) is None
+    monkeypatch.setattr(fuzz, "SCALED", fuzz.SCALED | {"jnp": Wrong()})
+    assert fuzz.check(tried)
+    small = fuzz.smaller(tried, fuzz.check)
+    assert small.lines == tuple(lines.items())[:2]
+    assert list(small.inputs) == ["i0"]
+    exec(fuzz.listing(small), {})
+    ours, theirs = capsys.readouterr().out.split("[Array")[1:]
+    assert ours.strip() == theirs.strip()
+
+
+ONES = fuzz.Input(np.float16([[1.5, -2.0], [0.25, 3.0]]), np.float32(4))
+EIGHT = fuzz.Input(np.asarray([[-0.40625, 0.9375, -0.0546875]], jnp.float8_e4m3fn), np.float32(4))
+
+
+def program(kind: str, *lines: str, **inputs: fuzz.Input) -> fuzz.Program:
+    named = tuple((f"v{i}", text) for i, text in enumerate(lines))
+    return fuzz.Program(kind, {"i0": ONES, **inputs}, named)
+
+
+RIGHT = [
+    program("ops", "ops.gelu(i0)", "v0.sum(-1)"),
+    program("quant", "product(i0, i0)"),
+    program("scalify", "jnp.tanh(i0)", "v0 @ i0"),
+    program("control", "lax.scan(lambda c, v: (c * 0.5 + v, c), i0[0], i0)[1]"),
+    # An optimizer computes in float32.
+    program("optim", "step('adagrad', i0, i0)", i0=ONES._replace(data=np.float64([[0.1, 0.7]]))),
+    # What is rounded to 8 bits may lie on either side of what was not.
+    program("quant", "q8(i0, 'e5m2')", "v0 > i0", i0=ONES._replace(data=np.float16([1.2041]))),
+    # The magnitude of complex numbers is rounded.
+    program("scalify", "jnp.abs(jnp.fft.fft(i0))", "jnp.minimum(v0, i0)", i0=EIGHT),
+    # E4M3 has no infinity.
+    program("quant", "q8(i0)", "v0 + 1", i0=ONES._replace(data=np.float32([0.0, np.inf]))),
+    # Of NaN times what is no maximum the compiler makes zero.
+    program("control", "i0.max(-1)", i0=ONES._replace(data=np.float32([[np.nan, 1.0]]))),
+]
+SLOW = [pytest.param(tried, marks=pytest.mark.slow) for tried in RIGHT[2:]]
+
+
+@pytest.mark.parametrize("tried", [*RIGHT[:2], *SLOW], ids=lambda p: f"{p.kind} {p.lines[-1][1]}")
+def test_fuzz_finds_that_what_is_right_agrees(tried: fuzz.Program) -> None:
+    assert fuzz.check(tried) is None
+
+
+def test_fuzz_leaves_out_what_no_law_holds_for() -> None:
+    far = ONES._replace(scale=np.float32(2.0**60))
+    assert fuzz.check(program("scalify", "i0 * i0 * i0", i0=far)) == ""
+    assert fuzz.check(program("scalify", "i0 @ i0[0, 0]")) == ""
+    assert fuzz.check(program("quant", "product(i0, i0[0])")) == ""
+    # Zeros, too, have scales whose product is out of range.
+    zeros = fuzz.Input(np.zeros((2, 2), np.float32), np.float32(2.0**97))
+    assert fuzz.check(program("operators", "i0 @ i0", i0=zeros)) == ""
+    first, again, other = (fuzz.listing(fuzz.draw(seed, 3)) for seed in (0, 0, 1))
+    assert first == again != other
