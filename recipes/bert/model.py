@@ -1,4 +1,8 @@
-"""BERT in `unitscale.nn`: a bidirectional encoder, and the heads that it is pretrained with."""
+"""BERT in `unitscale.nn`: a bidirectional encoder, and the heads that it is pretrained with.
+
+Unit scaling multiplies the gradient of each head's loss by a constant of its own. Where losses are
+summed, the constants have to be made equal, or the sum's gradient points elsewhere.
+"""
 
 import math
 
@@ -6,11 +10,60 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from unitscale import ScaledArray, nn, ops
+from unitscale import ScaledArray, batch_size, nn, ops, rules
+from unitscale.core import num_batch_shards
 
 from ..pooling import mean_of_tokens
 from .config import SEGMENTS, BertModelConfig, Pairs, Pooling
-from .heads import Head, mean_loss, mean_of, rows_of, shares
+
+
+def head_constant(classes: int, rows: int, tokens: int, width: int) -> float:
+    """The gradient at the encoder's output over the true gradient of the mean loss of a head.
+
+    The head reads `rows` of the encoder's `tokens` outputs, into `classes`. Its loss, `mean_loss`,
+    multiplies by `rows`; the cross entropy, the readout and the look-up by their backward factors
+    over the forward ones; all else in a head is backed by its true derivative.
+    """
+    loss = rules.softmax_cross_entropy(classes)
+    readout = rules.readout(width, classes, rows)
+    looked_up = rules.embed(tokens, rows)
+    constant = rows * (loss.bwd[0] / loss.fwd) * (readout.bwd[0] / readout.fwd)
+    return constant * (looked_up.bwd[0] / looked_up.fwd)
+
+
+def rows_of(x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
+    """The outputs (batch, n, width) at positions (batch, n) of x (batch, time, width).
+
+    A look-up in a table of all outputs, so that a gradient that reaches few of them is unit over
+    all, as in `ops.embed`; a tied readout's gradient and the look-up's have one constant then.
+    """
+    batch, time, width = x.shape
+    start = time * jnp.arange(batch)[:, None]
+    with batch_size(positions.size):  # devices that divide the batch divide the table as well
+        return ops.embed(start + positions, x.reshape(batch * time, width))
+
+
+def mean_loss(
+    logits: ops.ArrayLike,
+    labels: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    share: float = 1.0,
+) -> jax.Array:
+    """Mean cross entropy of the labels (...) that count of logits (..., classes), in float32.
+
+    The backward factor is `share` times the number of all labels, those of other devices and those
+    that do not count included: a constant, whatever the number of those that do.
+    """
+    total = ops.softmax_cross_entropy(logits, labels, where=where, reduction="sum")
+    return _mean_of(total, labels, where, share)
+
+
+def _mean_of(
+    total: jax.Array, labels: jax.Array, where: jax.Array | None, share: float = 1.0
+) -> jax.Array:
+    count = labels.size if where is None else jnp.maximum(jnp.sum(where), 1)
+    return ops.scale_bwd(total / count, share * labels.size * num_batch_shards(labels))
 
 
 class Encoder(nnx.Module):
@@ -31,10 +84,9 @@ class Encoder(nnx.Module):
             policy=policy,
             rngs=rngs,
         )
+        learned = config.positions == "learned"
         self.positions = (
-            nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
-            if config.positions == "learned"
-            else None
+            nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs) if learned else None
         )
         self.segments = nn.Embed(SEGMENTS, width, policy=policy, rngs=rngs)
         # Before the stack as in BERT, or after it, where the layers leave their sum as it is.
@@ -60,13 +112,9 @@ class Encoder(nnx.Module):
         mask: jax.Array | None = None,
         deterministic: bool = True,
     ) -> ops.ArrayLike:
-        """Outputs (batch, time, width) of tokens.
+        """Outputs (batch, time, width) of int32 ids and segments, 0 or 1, both (batch, time).
 
-        Args:
-          ids: int32 (batch, time).
-          segments: int32 (batch, time), 0 or 1.
-          mask: bool (batch, time), False where a token is padding; None for none.
-          deterministic: Leaves dropout out.
+        `mask` is bool (batch, time), False where a token is padding.
         """
         x = self.embed(ids)
         x = x if self.positions is None else self.positions(x)
@@ -89,12 +137,7 @@ class Pooler(nnx.Module):
         self.dense = nn.Dense(width, width, policy=policy, rngs=rngs)
 
     def __call__(self, x: ops.ArrayLike, mask: jax.Array | None = None) -> ScaledArray:
-        """Maps the encoder's outputs (batch, time, width) to (batch, width).
-
-        Args:
-          x: The outputs.
-          mask: bool (batch, time), False where a token is padding; None for none.
-        """
+        """Maps outputs (batch, time, width) to (batch, width); `mask` is False on padding."""
         if self.pooling == "mean":
             return ops.tanh(self.dense(mean_of_tokens(x, mask)))
         first = rows_of(x, jnp.zeros((x.shape[0], 1), jnp.int32))
@@ -112,27 +155,21 @@ class Bert(nnx.Module):
         policy: str | nn.Policy,
         rngs: nnx.Rngs,
     ):
-        width = config.width
+        width, padding = config.width, config.vocab_multiple
         self.vocab = config.vocab
         self.encoder = Encoder(config, policy=policy, rngs=rngs)
         self.dense = nn.Dense(width, width, policy=policy, rngs=rngs)
         self.norm = nn.LayerNorm(width, policy=policy)
-        self.readout = nnx.data(
-            None
-            if config.tied_readout
-            else nn.Readout(
-                width,
-                config.vocab,
-                pad_to_multiple_of=config.vocab_multiple,
-                policy=policy,
-                rngs=rngs,
+        self.readout = self.pooler = self.pair_readout = nnx.data(None)
+        if not config.tied_readout:
+            self.readout = nnx.data(
+                nn.Readout(
+                    width, config.vocab, pad_to_multiple_of=padding, policy=policy, rngs=rngs
+                )
             )
-        )
-        asked = pairs != "none"
-        self.pooler = nnx.data(Pooler(width, policy=policy, rngs=rngs) if asked else None)
-        self.pair_readout = nnx.data(
-            nn.Readout(width, SEGMENTS, policy=policy, rngs=rngs) if asked else None
-        )
+        if pairs != "none":
+            self.pooler = nnx.data(Pooler(width, policy=policy, rngs=rngs))
+            self.pair_readout = nnx.data(nn.Readout(width, SEGMENTS, policy=policy, rngs=rngs))
 
     def predict(self, x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
         """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""
@@ -166,13 +203,14 @@ class Bert(nnx.Module):
           deterministic: Leaves dropout out.
         """
         x = self.encoder(ids, segments, deterministic=deterministic)
-        width, tokens = x.shape[-1], ids.size
-        hidden = Head(self.vocab, positions.size, tokens, width)
         total = (self.readout or self.encoder.embed).cross_entropy(
             self._states(x, positions), targets, where=counts, reduction="sum"
         )
         if self.pooler is None or self.pair_readout is None or answers is None:
-            return mean_of(total, targets, counts)
-        first, second = shares([hidden, Head(SEGMENTS, answers.size, tokens, width)])
-        loss = mean_of(total, targets, counts, share=first)
+            return _mean_of(total, targets, counts)
+        # One constant for both gradients, and a unit sum.
+        heads = (self.vocab, positions.size), (SEGMENTS, answers.size)
+        sizes = ids.size, x.shape[-1]
+        first, second = rules.normalized_weights([1 / head_constant(*h, *sizes) for h in heads])
+        loss = _mean_of(total, targets, counts, first)
         return loss + mean_loss(self.pair_readout(self.pooler(x)), answers, share=second)

@@ -8,8 +8,7 @@ from ..run.monitor import monitored
 from ..run.recipe import no_closing, no_scores
 from ..text import Corpus, Mixture, load_corpus
 from .config import CharlmConfig
-from .model import UnitModel
-from .plain import RegularModel
+from .model import RegularModel, UnitModel
 
 scores = no_scores
 closing = no_closing

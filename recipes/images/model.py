@@ -1,44 +1,71 @@
-"""An MLP and a CNN in plain flax.nnx.
+"""An MLP and a CNN in plain flax.nnx, and a vision Transformer in `unitscale.nn`.
 
-The only trace of low precision is in their products: markers, which are identities until the
-program runs under `unitscale.scalify`.
+The only trace of low precision in the plain models is in their products: markers, which are
+identities until the program runs under `unitscale.scalify`.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import optax
 from flax import nnx
 
+from unitscale import ScaledArray, nn, ops
+
 from ..config import ScalifyConfig
+from ..errors import RecipeError
 from ..hf.layers import make_product
+from ..pooling import mean_of_tokens
 from .config import ImageModelConfig
 
 
-class Layers(NamedTuple):
-    """What makes the layers of a model, given their sizes."""
+class Plain(nnx.Module):
+    """An MLP or, of kind cnn, convolutions that each halve the image, a dense layer, a readout."""
 
-    linear: Callable[..., nnx.Linear]
-    convolution: Callable[..., nnx.Conv]
+    def __init__(
+        self,
+        shape: ImageModelConfig,
+        image: tuple[int, int],
+        classes: int,
+        *,
+        scalify: ScalifyConfig | None,
+        rngs: nnx.Rngs,
+    ):
+        linear = functools.partial(nnx.Linear, dot_general=make_product(scalify), rngs=rngs)
+        self.kind = shape.kind
+        if shape.kind == "mlp":
+            sizes = [math.prod(image), *[shape.hidden] * shape.layers, classes]
+            self.layers = nnx.List([linear(*pair) for pair in itertools.pairwise(sizes)])
+            return
+        # A convolution takes operands of one type, and its gradient meets images and kernels.
+        same = scalify and scalify.model_copy(update={"gradients": scalify.products})
+        product = make_product(same, jax.lax.conv_general_dilated)
+        channels = 1, shape.channels, 2 * shape.channels
+        self.convolutions = nnx.List(
+            [
+                nnx.Conv(*pair, (3, 3), strides=2, conv_general_dilated=product, rngs=rngs)
+                for pair in itertools.pairwise(channels)
+            ]
+        )
+        height, width = (math.ceil(side / 4) for side in image)
+        self.hidden = linear(height * width * channels[-1], shape.hidden)
+        self.readout = linear(shape.hidden, classes)
 
+    def __call__(self, images: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """Logits (batch, classes) of images (batch, height, width); there is no dropout."""
+        x, layers = images[..., None], self.layers if self.kind == "mlp" else []
+        if self.kind == "cnn":
+            for convolution in self.convolutions:
+                x = jax.nn.relu(convolution(x))
+            layers = [self.hidden, self.readout]
+        x = x.reshape(images.shape[0], -1)
+        *hidden, readout = layers
+        for layer in hidden:
+            x = jax.nn.relu(layer(x))
+        return readout(x)
 
-def make_layers(scalify: ScalifyConfig | None, rngs: nnx.Rngs) -> Layers:
-    """Layers that multiply in the formats asked for, their parameters of the stream `params`."""
-    dot = make_product(scalify)
-    # A convolution takes operands of one type, and its gradient meets images and kernels.
-    same = scalify and scalify.model_copy(update={"gradients": scalify.products})
-    convolution = make_product(same, jax.lax.conv_general_dilated)
-    return Layers(
-        functools.partial(nnx.Linear, dot_general=dot, rngs=rngs),
-        functools.partial(nnx.Conv, conv_general_dilated=convolution, rngs=rngs),
-    )
-
-
-class _Classifier(nnx.Module):
     def loss(
         self, images: jax.Array, labels: jax.Array, *, deterministic: bool = True
     ) -> jax.Array:
@@ -47,41 +74,50 @@ class _Classifier(nnx.Module):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-class MLP(_Classifier):
-    """Dense layers with relu between them."""
+class ViT(nnx.Module):
+    """Patches as tokens, a Transformer over them, and a readout of their mean."""
 
-    def __init__(self, shape: ImageModelConfig, image: tuple[int, int], classes: int, make: Layers):
-        sizes = [math.prod(image), *[shape.hidden] * shape.layers, classes]
-        self.layers = nnx.List([make.linear(*pair) for pair in itertools.pairwise(sizes)])
-
-    def __call__(self, images: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Logits (batch, classes) of images (batch, height, width); there is no dropout."""
-        x = images.reshape(images.shape[0], -1)
-        *hidden, readout = self.layers
-        for layer in hidden:
-            x = jax.nn.relu(layer(x))
-        return readout(x)
-
-
-class CNN(_Classifier):
-    """Two convolutions that each halve the image, a hidden dense layer, and the readout."""
-
-    def __init__(self, shape: ImageModelConfig, image: tuple[int, int], classes: int, make: Layers):
-        channels = 1, shape.channels, 2 * shape.channels
-        self.convolutions = nnx.List(
-            [
-                make.convolution(*pair, kernel_size=(3, 3), strides=2)
-                for pair in itertools.pairwise(channels)
-            ]
+    def __init__(
+        self,
+        shape: ImageModelConfig,
+        image: tuple[int, int],
+        classes: int,
+        *,
+        policy: str | nn.Policy,
+        rngs: nnx.Rngs,
+    ):
+        if any(side % shape.patch for side in image):
+            raise RecipeError(
+                f"model.patch: expected one that divides the images' {image[0]} x {image[1]} "
+                f"pixels; got {shape.patch}; change it"
+            )
+        self.patch, width = shape.patch, shape.width
+        tokens = math.prod(image) // shape.patch**2
+        self.embed = nn.Dense(shape.patch**2, width, policy=policy, rngs=rngs)
+        self.positions = nn.PositionalEmbed(tokens, width, policy=policy, rngs=rngs)
+        self.stack = nn.TransformerStack(
+            shape.layers,
+            width,
+            shape.heads,
+            shape.hidden,
+            norm="layer",
+            max_length=tokens,
+            policy=policy,
+            rngs=rngs,
         )
-        height, width = (math.ceil(side / 4) for side in image)
-        self.hidden = make.linear(height * width * channels[-1], shape.hidden)
-        self.readout = make.linear(shape.hidden, classes)
+        self.norm = nn.LayerNorm(width, policy=policy)
+        self.readout = nn.Readout(width, classes, policy=policy, rngs=rngs)
 
-    def __call__(self, images: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Logits (batch, classes) of images (batch, height, width); there is no dropout."""
-        x = images[..., None]
-        for convolution in self.convolutions:
-            x = jax.nn.relu(convolution(x))
-        x = x.reshape(x.shape[0], -1)
-        return self.readout(jax.nn.relu(self.hidden(x)))
+    def __call__(self, images: jax.Array, *, deterministic: bool = True) -> ScaledArray:
+        """Logits (batch, classes) of images (batch, height, width) of unit size."""
+        (batch, height, width), patch = images.shape, self.patch
+        x = images.reshape(batch, height // patch, patch, width // patch, patch)
+        x = x.swapaxes(2, 3).reshape(batch, -1, patch**2)
+        x = self.stack(self.positions(self.embed(x)), deterministic=deterministic)
+        return self.readout(self.norm(mean_of_tokens(x)))
+
+    def loss(
+        self, images: jax.Array, labels: jax.Array, *, deterministic: bool = True
+    ) -> jax.Array:
+        """Mean cross entropy of labels (batch,), a float32 scalar in nats per image."""
+        return ops.softmax_cross_entropy(self(images, deterministic=deterministic), labels)

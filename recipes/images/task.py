@@ -12,29 +12,25 @@ from ..run.monitor import monitored
 from ..run.recipe import no_closing
 from .config import ImagesConfig
 from .data import ImageData, load_images
-from .model import CNN, MLP, make_layers
-from .vit import ViT
+from .model import Plain, ViT
 
-Model = MLP | CNN | ViT
 closing = no_closing
 
 
-def build(config: ImagesConfig) -> Model:
+def build(config: ImagesConfig) -> Plain | ViT:
     """The model of a config, for images and classes as its files have them."""
-    shape, rngs, data = config.model, nnx.Rngs(config.seed), load_images(config.data)
-    if shape.kind == "vit":
-        return ViT(shape, data.image, data.classes, policy=monitored(config), rngs=rngs)
-    kind = {"mlp": MLP, "cnn": CNN}[shape.kind]
-    return kind(shape, data.image, data.classes, make_layers(config.scalify, rngs))
+    data, rngs = load_images(config.data), nnx.Rngs(config.seed)
+    sizes = config.model, data.image, data.classes
+    if config.model.kind == "vit":
+        return ViT(*sizes, policy=monitored(config), rngs=rngs)
+    return Plain(*sizes, scalify=config.scalify, rngs=rngs)
 
 
 def abstract_batch(config: ImagesConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Standardized images and labels."""
     size, image = config.data.batch_size, load_images(config.data).image
-    return (
-        jax.ShapeDtypeStruct((size, *image), jnp.float32),
-        jax.ShapeDtypeStruct((size,), jnp.int32),
-    )
+    images = jax.ShapeDtypeStruct((size, *image), jnp.float32)
+    return images, jax.ShapeDtypeStruct((size,), jnp.int32)
 
 
 def load_data(config: ImagesConfig) -> ImageData:
@@ -42,7 +38,9 @@ def load_data(config: ImagesConfig) -> ImageData:
     return load_images(config.data)
 
 
-def scores(config: ImagesConfig, data: ImageData, model: Model, folder: Path) -> dict[str, float]:
+def scores(
+    config: ImagesConfig, data: ImageData, model: Plain | ViT, folder: Path
+) -> dict[str, float]:
     """The share of the test images that are classified rightly."""
     labels = data.test.labels
     logits = predict(model, data.test_images(), config.scalify)[: len(labels)]
