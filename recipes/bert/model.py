@@ -1,18 +1,23 @@
-"""BERT in `unitscale.nn`: a bidirectional encoder, and the heads that it is pretrained with.
+"""BERT in `unitscale.nn`, an encoder and the heads that it is pretrained with, and in plain Flax.
 
 Unit scaling multiplies the gradient of each head's loss by a constant of its own. Where losses are
 summed, the constants have to be made equal, or the sum's gradient points elsewhere.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from unitscale import ScaledArray, batch_size, nn, ops, rules
 from unitscale.core import num_batch_shards
 
+from ..config import GPTModelConfig
+from ..hf.layers import Parts
+from ..hf.plain import Layer
 from ..pooling import mean_of_tokens
 from .config import SEGMENTS, BertModelConfig, Pairs, Pooling
 
@@ -214,3 +219,66 @@ class Bert(nnx.Module):
         first, second = rules.normalized_weights([1 / head_constant(*h, *sizes) for h in heads])
         loss = _mean_of(total, targets, counts, first)
         return loss + mean_loss(self.pair_readout(self.pooler(x)), answers, share=second)
+
+
+class PlainEncoder(nnx.Module):
+    """The pre-norm encoder of the layers of the plain GPT, with attention to both sides."""
+
+    def __init__(self, parts: Parts):
+        config: GPTModelConfig = parts.config
+        self.embed, self.segments = parts.embed(config.vocab), parts.embed(SEGMENTS)
+        learned = config.positions == "learned"
+        self.positions = parts.embed(config.context or 0) if learned else None
+        self.dropout = parts.dropout()
+        self.layers = nnx.List([Layer(parts, index) for index in range(config.layers)])
+        self.norm = parts.norm()
+
+    def __call__(
+        self, ids: jax.Array, segments: jax.Array, *, deterministic: bool = True
+    ) -> jax.Array:
+        """Outputs (batch, time, width) of int32 ids and segments (batch, time)."""
+        places = jnp.arange(ids.shape[1])
+        x = self.embed(ids) + self.segments(segments)
+        x = x if self.positions is None else x + self.positions(places)
+        x = self.dropout(x, deterministic=deterministic)
+        both_sides = jnp.ones((1, 1, len(places), len(places)), bool)
+        for layer in self.layers:
+            x, _ = layer(x, places, mask=both_sides, deterministic=deterministic)
+        return self.norm(x)
+
+
+class PlainBert(nnx.Module):
+    """The baseline: a BERT that predicts hidden tokens, with GPT-2's initialisation, no scales."""
+
+    def __init__(self, config: BertModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        shared = {"vocab", "width", "layers", "heads", "mlp_ratio"}
+        taken = config.model_dump(include=shared | {"context", "positions", "dropout"})
+        shape = GPTModelConfig(**taken, library="plain", norm="layer", bias=True)
+        parts = Parts(shape, dtype, jnp.float32, None, rngs)
+        self.encoder = PlainEncoder(parts)
+        self.dense, self.norm = parts.linear(shape.width, shape.width), parts.norm()
+        self.readout = nnx.data(
+            None if config.tied_readout else parts.linear(shape.width, shape.vocab, bias=False)
+        )
+
+    def predict(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""
+        rows = jnp.take_along_axis(x, positions[..., None], axis=1)
+        rows = self.norm(jax.nn.gelu(self.dense(rows)))
+        return self.encoder.embed.attend(rows) if self.readout is None else self.readout(rows)
+
+    def loss(
+        self,
+        ids: jax.Array,
+        segments: jax.Array,
+        positions: jax.Array,
+        targets: jax.Array,
+        counts: jax.Array,
+        *,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Mean cross entropy of the hidden tokens; arguments as those of `Bert.loss`."""
+        x = self.encoder(ids, segments, deterministic=deterministic)
+        logits = self.predict(x, positions).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return jnp.sum(losses, where=counts) / jnp.maximum(counts.sum(), 1)

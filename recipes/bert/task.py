@@ -15,12 +15,11 @@ from ..run.folder import earlier_run
 from ..run.monitor import monitored
 from ..run.recipe import no_scores
 from ..text import Corpus, Mixture
-from . import plain
 from .config import BertConfig
 from .data import load_data as load_data
-from .model import Bert
+from .model import Bert, PlainBert
 
-BERT = Bert | plain.Bert
+BERT = Bert | PlainBert
 scores = no_scores
 
 
@@ -29,7 +28,7 @@ def build(config: BertConfig) -> BERT:
     shape, pairs = config.model.model_copy(update={"context": config.context}), config.data.pairs
     rngs, is_plain = nnx.Rngs(config.seed), config.model.library == "plain"
     if is_plain:
-        bert: BERT = plain.Bert(shape, dtype=jnp.dtype(config.policy), rngs=rngs)
+        bert: BERT = PlainBert(shape, dtype=jnp.dtype(config.policy), rngs=rngs)
     else:
         bert = Bert(shape, pairs, policy=monitored(config), rngs=rngs)
     if config.init is not None:

@@ -110,16 +110,9 @@ class Writer(NamedTuple):
     def __call__(self, prompt: str, *, echo: bool = True, **options: Any) -> str:
         """Continues a text, past the context that the model was trained on if need be.
 
-        When the context is full, its second half becomes the prompt of the next stretch.
-
-        Args:
-          prompt: Text to continue; its last `context - 1` tokens are used.
-          echo: Whether the prompt is part of what is returned.
-          options: `tokens`, how many to add, fewer where one of `ends` is drawn; `seed`, which
-            decides the draws; `temperature` and `top_k` as for `generate`.
-
-        Raises:
-          RecipeError: An empty prompt, or a context of one token.
+        When the context is full, its second half becomes the prompt of the next stretch. The
+        options are `tokens`, how many to add, fewer where one of `ends` is drawn; `seed`, which
+        decides the draws; `temperature` and `top_k` as for `generate`.
         """
         ids = self._encoded(prompt)
         return self.tokenizer.decode([*ids[: ids.size if echo else 0], *self._new(ids, **options)])

@@ -31,10 +31,9 @@ class GPT(nnx.Module):
             policy=policy,
             rngs=rngs,
         )
+        learned = config.positions == "learned"
         self.positions = (
-            nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
-            if config.positions == "learned"
-            else None
+            nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs) if learned else None
         )
         self.dropout = nn.Dropout(config.dropout, rngs=rngs)
         self.stack = nn.TransformerStack(
@@ -66,11 +65,7 @@ class GPT(nnx.Module):
         )
 
     def __call__(self, ids: jax.Array, *, deterministic: bool = True, cache: Cache | None = None):
-        """Logits of the next token.
-        Returns:
-          Logits, a ScaledArray (batch, time, vocab), with `cache` the pair of logits and the new
-          cache.
-        """
+        """Logits (batch, time, vocab) of the next token, a ScaledArray; with `cache` a new one."""
         x, cache = self._states(self.embed(ids), ids, deterministic=deterministic, cache=cache)
         logits = self.embed.attend(x) if self.readout is None else self.readout(x)
         return logits if cache is None else (logits, cache)
@@ -108,11 +103,7 @@ class GPT(nnx.Module):
 
 
 def same_document(ids: jax.Array, end: int) -> jax.Array:
-    """Which tokens are of one document, booleans (batch, 1, time, time), for attention.
-
-    Args:
-      ids: int32 (batch, time), documents one after the other.
-      end: The id that is the last of each.
+    """Which ids (batch, time) are of one document, which `end` ends: (batch, 1, time, time).
 
     Example:
       >>> same_document(jnp.array([[5, 0, 7]]), 0)[0, 0].astype(int).tolist()

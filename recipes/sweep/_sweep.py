@@ -29,8 +29,7 @@ from ..run.pool import each, message_of
 from ..run.recipe import recipe_of
 from ..run.state import TrainState, init_state
 from ..run.step import advance, make_train_step
-from ._points import Point, key_of, make_points
-from ._results import Row, append_row, read_rows, report
+from ._points import Point, Row, append_row, key_of, make_points, read_rows, report
 
 Known = dict[tuple[float, int], float]
 """Losses by learning rate and seed."""
@@ -46,10 +45,6 @@ def sweep(
       jobs: Number of processes.
       fresh: Moves an earlier sweep of this name aside.
       console: Where to report; standard output by default.
-
-    Raises:
-      RecipeError: The grid or the data is unusable, the folder holds runs of another config or of
-        other data, or another process works in it.
     """
     console = Console() if console is None else console
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
@@ -74,7 +69,7 @@ def _sweep(
     say(f"{config.name}: {len(points)} points, {jobs} at a time, in {folder}")
     failures = 0
     tasks = [(point, folder, known[key_of(point.settings)]) for point in points]
-    for done, ((point, *_), error) in enumerate(each(tasks, jobs, _search_safely), 1):
+    for done, ((point, *_), error) in enumerate(each(tasks, jobs, _search), 1):
         say(f"{done}/{len(points)}  {point}" + (f"  failed: {error}" if error else ""))
         if error:
             failures += 1
@@ -105,28 +100,25 @@ def _check_data(points: Sequence[Point], folder: Path) -> None:
     write_json(path, kept | found)
 
 
-def _search_safely(point: Point, folder: Path, known: Known) -> str | None:
+def _search(point: Point, folder: Path, known: Known) -> str | None:
     """Searches the learning rate of one point; returns the message of what went wrong."""
-    try:
-        _search(point, folder, known)
-    except Exception as error:  # whatever it is, the other points go on
-        return message_of(error)
-    return None
-
-
-def _search(point: Point, folder: Path, known: Known) -> None:
     settings, start = point.config.sweep, point.config.optimizer.learning_rate
     trials = functools.cache(lambda: Trials(point.config))  # compiles only what is needed
     losses: dict[int, float] = {}
-    while places := missing(losses, settings.rates, settings.rounds):
-        rates = {place: start * settings.factor**place for place in places}
-        for seed in settings.seeds:
-            todo = [rate for rate in rates.values() if (rate, seed) not in known]
-            for rate, loss in zip(todo, trials()(todo, seed) if todo else (), strict=True):
-                append_row(folder, Row(point.settings, rate, seed, loss))
-                known[rate, seed] = loss
-        for place, rate in rates.items():
-            losses[place] = sum(known[rate, seed] for seed in settings.seeds) / len(settings.seeds)
+    try:
+        while places := missing(losses, settings.rates, settings.rounds):
+            rates = {place: start * settings.factor**place for place in places}
+            for seed in settings.seeds:
+                todo = [rate for rate in rates.values() if (rate, seed) not in known]
+                for rate, loss in zip(todo, trials()(todo, seed) if todo else (), strict=True):
+                    append_row(folder, Row(point.settings, rate, seed, loss))
+                    known[rate, seed] = loss
+            for place, rate in rates.items():
+                found = [known[rate, seed] for seed in settings.seeds]
+                losses[place] = sum(found) / len(found)
+    except Exception as error:  # whatever it is, the other points go on
+        return message_of(error)
+    return None
 
 
 def missing(losses: Mapping[int, float], rates: int, rounds: int) -> list[int]:

@@ -163,10 +163,6 @@ def load_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     """Tokenizes the text or the mixture of a config, or finds its tokens in the cache.
 
     Validation is the last `validation_fraction` of the tokens of each text.
-
-    Raises:
-      RecipeError: The text is missing, empty, not UTF-8, malformed, shorter than one sequence, or
-        has fewer sequences than a batch; or the cache cannot be written.
     """
     tokenizer = open_tokenizer(config) if tokenizer is None else tokenizer
     corpora = [_load_text(text, tokenizer) for text in config.texts]

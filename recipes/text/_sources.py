@@ -60,10 +60,10 @@ def find_sources(config: DataConfig) -> list[tuple[Path, str]]:
         found = [path] if path.exists() else map(Path, glob.glob(config.path, recursive=True))
     files = sorted(file for file in found if file.is_file())
     if not files:
+        none = f"has no file that matches data.pattern {config.pattern!r}"
         raise RecipeError(
-            f"data.path: expected a text file, a folder with files that match data.pattern "
-            f"{config.pattern!r}, a glob pattern, or null for the Python standard library; got "
-            f"{path}, where there is no such file; correct data.path or data.pattern"
+            f"data.path: {path} {none if path.is_dir() else 'does not exist'}; give a text file, a "
+            "folder, a glob pattern that matches files, or null for the Python standard library"
         )
     auto = config.format == "auto"
     return [
@@ -79,10 +79,6 @@ def documents(config: DataConfig) -> Iterator[Document]:
     says: the file, its stretches between blank lines, or its lines. Concatenated, the documents of
     text files are the files; empty documents are left out. A file longer than `PIECE` is cut after
     a line into several documents.
-
-    Raises:
-      RecipeError: Nothing is there, a file cannot be read or is not UTF-8, a row is malformed, or
-        there is no text at all.
     """
     if config.mixture is not None:
         for text in config.texts:
@@ -143,12 +139,13 @@ def _rows(path: Path, kind: str, config: DataConfig) -> Iterator[str]:
     try:
         for place, row in read(path, config):
             text = row.get(key) if isinstance(row, dict) else None
-            if not isinstance(text, str) or not _is_unicode(text):
+            if not isinstance(text, str):
                 raise RecipeError(
                     f"data.path: {path} {place}: expected an object with text in the field "
                     f"{key!r}; got {clipped(row)}; set data.text_key to the one that holds the "
                     "text, or correct the row"
                 )
+            text.encode("utf-8")  # refuses half of a surrogate pair, which JSON can spell
             yield text
     except ModuleNotFoundError as error:
         raise RecipeError(
@@ -162,14 +159,6 @@ def _rows(path: Path, kind: str, config: DataConfig) -> Iterator[str]:
             f"data.path: {path} cannot be read: {reason}; check the file, data.format and "
             "data.text_key"
         ) from error
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
-        return False
-    return True
 
 
 def _jsonl(path: Path, config: DataConfig) -> Iterator[tuple[str, Any]]:
@@ -195,8 +184,8 @@ def _dataset(path: Path, config: DataConfig) -> Iterator[tuple[str, Any]]:
     if isinstance(found, datasets.DatasetDict):
         if config.split not in found:
             raise RecipeError(
-                f"data.split: expected one of the splits {', '.join(found)} of {path}; got "
-                f"{config.split!r}; change data.split"
+                f"data.split: expected one of the splits {', '.join(map(str, found))} of {path}; "
+                f"got {config.split!r}; change data.split"
             )
         found = found[config.split]
     rows = found.select_columns([config.text_key])

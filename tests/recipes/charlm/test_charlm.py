@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.charlm.model import branch_taus
-from recipes.charlm.task import build
+from recipes.charlm.task import branch_taus, build
 from recipes.cli import main
 from recipes.registry import load_config
 from recipes.run.batch import loss_inputs

@@ -13,7 +13,7 @@ from flax import nnx
 from recipes.config import ScalifyConfig
 from recipes.errors import RecipeError
 from recipes.images.config import ImageModelConfig
-from recipes.images.model import Plain, ViT
+from recipes.images.task import Plain, ViT
 from recipes.run.probe import probe
 from tests.gradients import check
 from tests.modules import FLOAT64, model_loss

@@ -114,7 +114,7 @@ WRONG: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b'\n["x"]', {}, r"line 2: .*'text'; got \['x'\]; set data\.text_key"),
     ("a.jsonl", b'{"body": "x"}', {}, r"line 1: .*'text'; got {'body': 'x'}"),
     ("a.jsonl", b'{"text": null}', {}, r"line 1: .*got {'text': None}"),
-    ("a.jsonl", b'{"text": "\\ud800"}', {}, r"line 1: .*ud800"),
+    ("a.jsonl", b'{"text": "\\ud800"}', {}, r"a\.jsonl cannot be read: .*ud800"),
     ("a.jsonl", b'{"text": "caf\xe9"}', {}, r"line 1: .*byte 0xe9 in position 13"),
     ("a.jsonl", b"[" * 10**6, {}, r"line 1: malformed JSON"),
     ("a.jsonl", b"\n", {}, r"holds no text \(0 bytes\)"),
