@@ -113,6 +113,7 @@ def test_a_token_sees_both_sides_and_where_they_are(tmp_path: Path, positions: s
     assert np.abs(np.asarray(moved[:, ::-1] - before)).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_it_trains_and_resumes(tmp_path: Path) -> None:
     whole = plain(tmp_path, "name=whole", "train.steps=8", "train.checkpoint_every=4")
     outcome = resumes_bit_for_bit(whole, whole.model_copy(update={"name": "stopped"}))

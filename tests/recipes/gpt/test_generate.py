@@ -182,11 +182,11 @@ def test_padding_of_the_vocabulary_is_never_drawn(tied: bool) -> None:
 
 def test_a_prompt_is_read_from_its_last_document() -> None:
     model, tokenizer = make("unitscale", vocab=256, document_end=ord(".")), ByteTokenizer()
-    writer = Writer.of_run(model, tokenizer, 12)
+    writer = Writer.of_run(model, tokenizer, 6)
     assert writer.ends == (ord("."),)
     settings: dict[str, Any] = {"tokens": 4, "seed": 0, "temperature": 0.0, "echo": False}
-    for prompt, visible in {"ab.cd": "cd", "a.b.": ".", ".x": "x"}.items():
+    for prompt, visible in {"ab.cd": "cd", "a.b.": "."}.items():
         assert writer(prompt, **settings) == writer(visible, **settings)
-    joined = Writer.of_run(make("unitscale", vocab=256), tokenizer, 12)
+    joined = Writer.of_run(make("unitscale", vocab=256), tokenizer, 6)
     assert joined.ends == ()
     assert joined("ab.cd", **settings) != joined("cd", **settings)

@@ -153,6 +153,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(make: MakeConf
     resumes_bit_for_bit(*(make("train.log_every=1", f"name={name}") for name in ("one", "other")))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mesh_is_that_of_one_device(make: MakeConfig) -> None:
     one, _ = run(make("name=one"))
     many, _ = run(make("name=many", "mesh={data: 2, fsdp: 4}"))
