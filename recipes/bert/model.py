@@ -75,25 +75,13 @@ class Encoder(nnx.Module):
     """Embeddings of tokens, positions and segments, and a Transformer over them."""
 
     def __init__(self, config: BertModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
-        if config.context is None:
-            raise ValueError(
-                "recipes.bert.model.Encoder: config.context must be a number of positions; got "
-                "None; set it to the longest sequence"
-            )
-        width = config.width
+        assert config.context is not None, "a recipe fills in the longest sequence"
+        width, options = config.width, {"policy": policy, "rngs": rngs}
+        padding, learned = config.vocab_multiple, config.positions == "learned"
         self.post = config.norm_placement == "post"
-        self.embed = nn.Embed(
-            config.vocab,
-            width,
-            pad_to_multiple_of=config.vocab_multiple,
-            policy=policy,
-            rngs=rngs,
-        )
-        learned = config.positions == "learned"
-        self.positions = (
-            nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs) if learned else None
-        )
-        self.segments = nn.Embed(SEGMENTS, width, policy=policy, rngs=rngs)
+        self.embed = nn.Embed(config.vocab, width, pad_to_multiple_of=padding, **options)
+        self.positions = nn.PositionalEmbed(config.context, width, **options) if learned else None
+        self.segments = nn.Embed(SEGMENTS, width, **options)
         # Before the stack as in BERT, or after it, where the layers leave their sum as it is.
         self.norm = nn.LayerNorm(width, policy=policy)
         self.dropout = nn.Dropout(config.dropout, rngs=rngs)
@@ -105,8 +93,7 @@ class Encoder(nnx.Module):
             norm="layer",
             norm_placement=config.norm_placement,
             **config.stack_options,
-            policy=policy,
-            rngs=rngs,
+            **options,
         )
 
     def __call__(
@@ -160,21 +147,19 @@ class Bert(nnx.Module):
         policy: str | nn.Policy,
         rngs: nnx.Rngs,
     ):
-        width, padding = config.width, config.vocab_multiple
+        width, options = config.width, {"policy": policy, "rngs": rngs}
+        padding, asked = config.vocab_multiple, pairs != "none"
         self.vocab = config.vocab
-        self.encoder = Encoder(config, policy=policy, rngs=rngs)
-        self.dense = nn.Dense(width, width, policy=policy, rngs=rngs)
+        self.encoder = Encoder(config, **options)
+        self.dense = nn.Dense(width, width, **options)
         self.norm = nn.LayerNorm(width, policy=policy)
-        self.readout = self.pooler = self.pair_readout = nnx.data(None)
-        if not config.tied_readout:
-            self.readout = nnx.data(
-                nn.Readout(
-                    width, config.vocab, pad_to_multiple_of=padding, policy=policy, rngs=rngs
-                )
-            )
-        if pairs != "none":
-            self.pooler = nnx.data(Pooler(width, policy=policy, rngs=rngs))
-            self.pair_readout = nnx.data(nn.Readout(width, SEGMENTS, policy=policy, rngs=rngs))
+        self.readout = nnx.data(
+            None
+            if config.tied_readout
+            else nn.Readout(width, config.vocab, pad_to_multiple_of=padding, **options)
+        )
+        self.pooler = nnx.data(Pooler(width, **options) if asked else None)
+        self.pair_readout = nnx.data(nn.Readout(width, SEGMENTS, **options) if asked else None)
 
     def predict(self, x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
         """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""
@@ -198,14 +183,9 @@ class Bert(nnx.Module):
     ) -> jax.Array:
         """Mean cross entropy of the hidden tokens, and where pairs are asked that of the answers.
 
-        Args:
-          ids: int32 (batch, time).
-          segments: int32 (batch, time), 0 or 1.
-          positions: int32 (batch, n), where tokens are predicted.
-          targets: int32 (batch, n), the tokens that are there.
-          counts: bool (batch, n), False for predictions that only fill up n.
-          answers: int32 (batch,), 0 or 1: what is asked of each pair.
-          deterministic: Leaves dropout out.
+        Ids and segments are (batch, time); tokens are predicted at `positions` (batch, n), where
+        `targets` are, but for predictions that only fill up n, whose `counts` is False. `answers`
+        (batch,), 0 or 1, are what is asked of each pair.
         """
         x = self.encoder(ids, segments, deterministic=deterministic)
         total = (self.readout or self.encoder.embed).cross_entropy(

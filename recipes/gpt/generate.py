@@ -23,18 +23,11 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Iterator[jax.Array]:
-    """Continues each prompt of a batch, a token at a time.
+    """Continues each prompt of a batch (batch, time) by tokens (batch, 1), all int32.
 
-    Args:
-      model: Has `init_cache(batch, length)` and `model(ids, cache=...) -> (logits, cache)`.
-      prompt: int32 (batch, time), time at least 1.
-      tokens: How many to add.
-      key: PRNG key of the draws.
-      temperature: Divides the logits; 0 takes the most likely token.
-      top_k: Draws from the k most likely tokens only.
-
-    Yields:
-      int32 (batch, 1), as soon as it is drawn.
+    The model has `init_cache(batch, length)` and `model(ids, cache=...) -> (logits, cache)`. The
+    temperature divides the logits; 0 takes the most likely token. `top_k` draws from the k most
+    likely tokens only.
     """
     graphdef, state = nnx.split(model)
     logits, cache = _read(graphdef, state, prompt, tokens)
@@ -84,14 +77,9 @@ def writes(model: nnx.Module) -> bool:
 class Writer(NamedTuple):
     """A model with what it needs to continue a text.
 
-    Attributes:
-      model: As for `generate`.
-      tokenizer: Of the model.
-      context: The longest sequence that the model has seen.
-      start: Ids before every prompt, unless it starts with them itself.
-      ends: Ids that end the text where one is drawn.
-      document_end: The id past which the model does not look back; what a prompt has before the
-        last one is not read.
+    `context` is the longest sequence that the model has seen, `start` are ids before every prompt,
+    unless it starts with them itself, and `ends` those that end the text where one is drawn. What a
+    prompt has before the last `document_end` is not read.
     """
 
     model: nnx.Module

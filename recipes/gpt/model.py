@@ -17,24 +17,12 @@ class GPT(nnx.Module):
     """A decoder-only language model."""
 
     def __init__(self, config: GPTModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
-        if config.context is None:
-            raise ValueError(
-                "recipes.gpt.model.GPT: config.context must be a sequence length; got None; set it "
-                "to the longest sequence"
-            )
+        assert config.context is not None, "a recipe fills in the longest sequence"
+        width, options = config.width, {"policy": policy, "rngs": rngs}
+        padding, learned = config.vocab_multiple, config.positions == "learned"
         self.config = config
-        width = config.width
-        self.embed = nn.Embed(
-            config.vocab,
-            width,
-            pad_to_multiple_of=config.vocab_multiple,
-            policy=policy,
-            rngs=rngs,
-        )
-        learned = config.positions == "learned"
-        self.positions = (
-            nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs) if learned else None
-        )
+        self.embed = nn.Embed(config.vocab, width, pad_to_multiple_of=padding, **options)
+        self.positions = nn.PositionalEmbed(config.context, width, **options) if learned else None
         self.dropout = nn.Dropout(config.dropout, rngs=rngs)
         self.stack = nn.TransformerStack(
             config.layers,
@@ -47,21 +35,14 @@ class GPT(nnx.Module):
             is_causal=True,
             use_bias=config.bias,
             **config.stack_options,
-            policy=policy,
-            rngs=rngs,
+            **options,
         )
         kind = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
         self.norm = kind(width, policy=policy)
         self.readout = (
             None
             if config.tied_readout
-            else nn.Readout(
-                width,
-                config.vocab,
-                pad_to_multiple_of=config.vocab_multiple,
-                policy=policy,
-                rngs=rngs,
-            )
+            else nn.Readout(width, config.vocab, pad_to_multiple_of=padding, **options)
         )
 
     def __call__(self, ids: jax.Array, *, deterministic: bool = True, cache: Cache | None = None):

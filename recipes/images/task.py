@@ -101,21 +101,13 @@ class ViT(nnx.Module):
                 f"pixels; got {shape.patch}; change it"
             )
         self.patch, width = shape.patch, shape.width
-        tokens = math.prod(image) // shape.patch**2
-        self.embed = nn.Dense(shape.patch**2, width, policy=policy, rngs=rngs)
-        self.positions = nn.PositionalEmbed(tokens, width, policy=policy, rngs=rngs)
-        self.stack = nn.TransformerStack(
-            shape.layers,
-            width,
-            shape.heads,
-            shape.hidden,
-            norm="layer",
-            max_length=tokens,
-            policy=policy,
-            rngs=rngs,
-        )
+        tokens, options = math.prod(image) // shape.patch**2, {"policy": policy, "rngs": rngs}
+        self.embed = nn.Dense(shape.patch**2, width, **options)
+        self.positions = nn.PositionalEmbed(tokens, width, **options)
+        sizes = shape.layers, width, shape.heads, shape.hidden
+        self.stack = nn.TransformerStack(*sizes, norm="layer", max_length=tokens, **options)
         self.norm = nn.LayerNorm(width, policy=policy)
-        self.readout = nn.Readout(width, classes, policy=policy, rngs=rngs)
+        self.readout = nn.Readout(width, classes, **options)
 
     def __call__(self, images: jax.Array, *, deterministic: bool = True) -> ScaledArray:
         """Logits (batch, classes) of images (batch, height, width) of unit size."""

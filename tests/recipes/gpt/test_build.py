@@ -14,15 +14,12 @@ from recipes.config.run import Policy
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.gpt.task import build, load_tokenizer
-from recipes.registry import load_config
 from recipes.run.probe import probe
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
 from tests.products import conversions
 from unitscale import nn
 from unitscale.nn import AmaxState
-
-from ..configs import CONFIGS
 
 MakeConfig = Callable[..., GPTConfig]
 IDS = jnp.zeros((1, 16), jnp.int32)
@@ -101,12 +98,6 @@ def test_what_is_computed_again_changes_nothing(make_config: MakeConfig) -> None
         state, values = step(state, ids, np.int32(1))
         taken.append((dict(reading.activations), values, state.params))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, 1e-5, 1e-6), *taken)
-
-
-def test_parity_is_the_documented_size() -> None:
-    config = load_config(CONFIGS / "gpt" / "parity.yaml")
-    shape = config.model.width, config.model.layers, config.data.sequence_length
-    assert (*shape, config.data.batch_size, config.train.steps) == (128, 4, 128, 16, 1200)
 
 
 def test_policies_are_presets_of_the_library() -> None:
