@@ -57,11 +57,7 @@ class Vocabulary(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """What the model sees, (time,) int32, and what it predicts.
-
-    `positions` (predictions,) int32 rise and are filled up with 0; `targets` are the tokens there,
-    and `counts` is False where a prediction only fills up.
-    """
+    """Ids (time,) with hidden tokens; where and what these are (predictions,), and which count."""
 
     ids: np.ndarray
     positions: np.ndarray

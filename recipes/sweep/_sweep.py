@@ -40,11 +40,8 @@ def sweep(
 ) -> Path:
     """Trains all points of a config's grid that are not finished, and draws what came out.
 
-    Args:
-      config: The sweep; what it finds is in `<train.runs_dir>/<name>-sweep/`, which is returned.
-      jobs: Number of processes.
-      fresh: Moves an earlier sweep of this name aside.
-      console: Where to report; standard output by default.
+    The folder of the results, `<train.runs_dir>/<name>-sweep/`, is returned. `jobs` processes work
+    at once; `fresh` moves an earlier sweep of this name aside.
     """
     console = Console() if console is None else console
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
