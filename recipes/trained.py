@@ -41,9 +41,7 @@ def open_folder(folder: str, adapter: str | None = None) -> Writer:
     longest = pretrained.config.context
     assert longest is not None, "a folder states the longest sequence"
     ends = pretrained.source.ends
-    return Writer(
-        pretrained.model, tokenizer, longest, whole=False, start=tokenizer.start, ends=ends
-    )
+    return Writer(pretrained.model, tokenizer, longest, start=tokenizer.start, ends=ends)
 
 
 def export(config: RunConfig, path: Path, say: Callable[[str], None], *, fp8: bool = False) -> str:

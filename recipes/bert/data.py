@@ -24,28 +24,17 @@ from ..text import (
     open_tokenizer,
     require_vocab,
 )
-from .config import SPECIAL, BertConfig, BertDataConfig
-from .masking import mask_tokens
+from .config import SPECIAL, BertConfig, BertDataConfig, MaskingConfig
 
 _CONTINUED = "##"  # what WordPiece begins a token with that goes on with a word
 
 
 class Vocabulary(NamedTuple):
-    """What making sequences needs of a tokenizer.
-
-    Attributes:
-      first: The id of [CLS].
-      end: The id of [SEP].
-      mask: The id of [MASK].
-      ordinary: Ids of all tokens that are not special.
-      special: Whether an id is special, (vocab,) bool.
-      begins: Whether an id begins a word, (vocab,) bool.
-    """
+    """Ids of [CLS], [SEP] and [MASK], and which ids are special or begin a word, (vocab,) bool."""
 
     first: int
     end: int
     mask: int
-    ordinary: np.ndarray
     special: np.ndarray
     begins: np.ndarray
 
@@ -62,9 +51,57 @@ class Vocabulary(NamedTuple):
             begins[index] = not token.startswith(_CONTINUED)
         for index, token in tokenizer.inner.get_added_tokens_decoder().items():
             special[index] = token.special
-        first, end, mask = (tokenizer.id(token) for token in ("[CLS]", "[SEP]", "[MASK]"))
-        special[[first, end, mask]] = True
-        return cls(first, end, mask, np.flatnonzero(~special), special, begins)
+        ids = first, end, mask = [tokenizer.id(token) for token in ("[CLS]", "[SEP]", "[MASK]")]
+        special[ids] = True
+        return cls(first, end, mask, special, begins)
+
+
+class Masked(NamedTuple):
+    """Ids (time,) with hidden tokens; where and what these are (predictions,), and which count."""
+
+    ids: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+    counts: np.ndarray
+
+
+def mask_tokens(
+    ids: np.ndarray,
+    words: np.ndarray,
+    rng: np.random.Generator,
+    *,
+    predictions: int,
+    mask: int,
+    ordinary: np.ndarray,
+    config: MaskingConfig,
+) -> Masked:
+    """Hides at most `predictions` tokens of a sequence, as BERT does.
+
+    `words` (time,) numbers the word of each token, rising; -1 is a token that is never hidden. A
+    word is hidden whole or not at all; one that no longer fits is passed over. `ordinary` are the
+    ids that a token may be replaced by at random.
+    """
+    places = np.flatnonzero(words >= 0)
+    _, starts, sizes = np.unique(words[places], return_index=True, return_counts=True)
+    hidden = [np.empty(0, np.intp)]
+    left = predictions
+    for word in rng.permutation(starts.size):
+        if sizes[word] <= left:
+            hidden.append(places[starts[word] : starts[word] + sizes[word]])
+            left -= sizes[word]
+    chosen = np.sort(np.concatenate(hidden))
+    seen = ids.astype(np.int32)
+    counts = np.arange(predictions) < chosen.size
+    positions, targets = np.zeros((2, predictions), np.int32)
+    positions[: chosen.size], targets[: chosen.size] = chosen, seen[chosen]
+    draw = rng.random(chosen.size)
+    strangers = rng.choice(ordinary, chosen.size)
+    seen[chosen] = np.select(
+        [draw < config.masked, draw < config.masked + config.random],
+        [np.full(chosen.size, mask), strangers],
+        seen[chosen],
+    )
+    return Masked(seen, positions, targets, counts)
 
 
 @dataclass(frozen=True)
@@ -99,36 +136,31 @@ class _Sequences:
 
     def __call__(self, window: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         config, vocabulary = self.config, self.vocabulary
-        left, right = self._cut(window, rng)
+        # Cut where a word begins: the pieces of a cut word would tell the order.
+        places = np.flatnonzero(vocabulary.begins[window[1:]]) + 1
+        place = rng.choice(places) if places.size else window.size // 2
+        left, right = window[:place], window[place:]
         answer = int(rng.integers(2)) if config.pairs != "none" else 0
         if answer and config.pairs == "sentence_order":
             left, right = right, left
         elif answer:
-            elsewhere = self.windows[int(rng.integers(len(self.windows)))]
-            right = elsewhere[: right.size]
+            right = self.windows[int(rng.integers(len(self.windows)))][: right.size]
         first, end = [vocabulary.first], [vocabulary.end]
         ids = np.concatenate([first, left, end, right, end])
         segments = np.repeat(np.arange(2, dtype=np.int32), [left.size + 2, right.size + 1])
         begins = vocabulary.begins[ids] | (not config.masking.whole_words)
         begins[[1, left.size + 2]] = True  # a word is not hidden in one segment for another's sake
-        words = np.where(vocabulary.special[ids], -1, np.cumsum(begins))
         masked = mask_tokens(
             ids,
-            words,
+            np.where(vocabulary.special[ids], -1, np.cumsum(begins)),
             rng,
             predictions=config.predictions,
             mask=vocabulary.mask,
-            ordinary=vocabulary.ordinary,
+            ordinary=np.flatnonzero(~vocabulary.special),
             config=config.masking,
         )
-        inputs = (masked.ids, segments, masked.positions, masked.targets, masked.counts)
+        inputs = (masked.ids, segments, *masked[1:])
         return inputs if config.pairs == "none" else (*inputs, np.asarray(answer, np.int32))
-
-    def _cut(self, window: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """A window in two, where a word begins: the pieces of a cut word would tell the order."""
-        places = np.flatnonzero(self.vocabulary.begins[window[1:]]) + 1
-        place = rng.choice(places) if places.size else window.size // 2
-        return window[:place], window[place:]
 
 
 @dataclass(frozen=True)
@@ -162,14 +194,11 @@ def load_data(config: BertConfig) -> MaskedCorpus | Mixture:
 
 
 def _masked(corpus: Corpus, config: BertDataConfig) -> MaskedCorpus:
-    length = config.sequence_length
-    for part, tokens in (
-        ("training", corpus.train_tokens),
-        ("validation", corpus.validation_tokens),
-    ):
-        if tokens.size < 2 * length:
+    least = 2 * config.sequence_length
+    for part in ("train", "validation"):
+        if (size := getattr(corpus, f"{part}_tokens").size) < least:
             raise RecipeError(
-                f"data.sequence_length: expected a {part} part of at least {2 * length} tokens, "
-                f"two sequences; got {tokens.size}; use more text or a shorter sequence_length"
+                f"data.sequence_length: expected a {part} part of at least {least} tokens, two "
+                f"sequences; got {size}; use more text or a shorter sequence_length"
             )
     return MaskedCorpus(**vars(corpus), config=config)

@@ -1,42 +1,87 @@
-"""BERT in `unitscale.nn`: a bidirectional encoder, and the heads that it is pretrained with."""
+"""BERT in `unitscale.nn`, an encoder and the heads that it is pretrained with, and in plain Flax.
+
+Unit scaling multiplies the gradient of each head's loss by a constant of its own. Where losses are
+summed, the constants have to be made equal, or the sum's gradient points elsewhere.
+"""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
-from unitscale import ScaledArray, nn, ops
+from unitscale import ScaledArray, batch_size, nn, ops, rules
+from unitscale.core import num_batch_shards
 
+from ..config import GPTModelConfig
+from ..hf.layers import Parts
+from ..hf.plain import Layer
 from ..pooling import mean_of_tokens
 from .config import SEGMENTS, BertModelConfig, Pairs, Pooling
-from .heads import Head, mean_loss, mean_of, rows_of, shares
+
+
+def head_constant(classes: int, rows: int, tokens: int, width: int) -> float:
+    """The gradient at the encoder's output over the true gradient of the mean loss of a head.
+
+    The head reads `rows` of the encoder's `tokens` outputs, into `classes`. Its loss, `mean_loss`,
+    multiplies by `rows`; the cross entropy, the readout and the look-up by their backward factors
+    over the forward ones; all else in a head is backed by its true derivative.
+    """
+    loss = rules.softmax_cross_entropy(classes)
+    readout = rules.readout(width, classes, rows)
+    looked_up = rules.embed(tokens, rows)
+    constant = rows * (loss.bwd[0] / loss.fwd) * (readout.bwd[0] / readout.fwd)
+    return constant * (looked_up.bwd[0] / looked_up.fwd)
+
+
+def rows_of(x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
+    """The outputs (batch, n, width) at positions (batch, n) of x (batch, time, width).
+
+    A look-up in a table of all outputs, so that a gradient that reaches few of them is unit over
+    all, as in `ops.embed`; a tied readout's gradient and the look-up's have one constant then.
+    """
+    batch, time, width = x.shape
+    start = time * jnp.arange(batch)[:, None]
+    with batch_size(positions.size):  # devices that divide the batch divide the table as well
+        return ops.embed(start + positions, x.reshape(batch * time, width))
+
+
+def mean_loss(
+    logits: ops.ArrayLike,
+    labels: jax.Array,
+    where: jax.Array | None = None,
+    *,
+    share: float = 1.0,
+) -> jax.Array:
+    """Mean cross entropy of the labels (...) that count of logits (..., classes), in float32.
+
+    The backward factor is `share` times the number of all labels, those of other devices and those
+    that do not count included: a constant, whatever the number of those that do.
+    """
+    total = ops.softmax_cross_entropy(logits, labels, where=where, reduction="sum")
+    return _mean_of(total, labels, where, share)
+
+
+def _mean_of(
+    total: jax.Array, labels: jax.Array, where: jax.Array | None, share: float = 1.0
+) -> jax.Array:
+    count = labels.size if where is None else jnp.maximum(jnp.sum(where), 1)
+    return ops.scale_bwd(total / count, share * labels.size * num_batch_shards(labels))
 
 
 class Encoder(nnx.Module):
     """Embeddings of tokens, positions and segments, and a Transformer over them."""
 
     def __init__(self, config: BertModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
-        if config.context is None:
-            raise ValueError(
-                "recipes.bert.model.Encoder: config.context must be a number of positions; got "
-                "None; set it to the longest sequence"
-            )
-        width = config.width
+        assert config.context is not None, "a recipe fills in the longest sequence"
+        width, options = config.width, {"policy": policy, "rngs": rngs}
+        padding, learned = config.vocab_multiple, config.positions == "learned"
         self.post = config.norm_placement == "post"
-        self.embed = nn.Embed(
-            config.vocab,
-            width,
-            pad_to_multiple_of=config.vocab_multiple,
-            policy=policy,
-            rngs=rngs,
-        )
-        self.positions = (
-            nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
-            if config.positions == "learned"
-            else None
-        )
-        self.segments = nn.Embed(SEGMENTS, width, policy=policy, rngs=rngs)
+        self.embed = nn.Embed(config.vocab, width, pad_to_multiple_of=padding, **options)
+        self.positions = nn.PositionalEmbed(config.context, width, **options) if learned else None
+        self.segments = nn.Embed(SEGMENTS, width, **options)
         # Before the stack as in BERT, or after it, where the layers leave their sum as it is.
         self.norm = nn.LayerNorm(width, policy=policy)
         self.dropout = nn.Dropout(config.dropout, rngs=rngs)
@@ -48,8 +93,7 @@ class Encoder(nnx.Module):
             norm="layer",
             norm_placement=config.norm_placement,
             **config.stack_options,
-            policy=policy,
-            rngs=rngs,
+            **options,
         )
 
     def __call__(
@@ -60,13 +104,9 @@ class Encoder(nnx.Module):
         mask: jax.Array | None = None,
         deterministic: bool = True,
     ) -> ops.ArrayLike:
-        """Outputs (batch, time, width) of tokens.
+        """Outputs (batch, time, width) of int32 ids and segments, 0 or 1, both (batch, time).
 
-        Args:
-          ids: int32 (batch, time).
-          segments: int32 (batch, time), 0 or 1.
-          mask: bool (batch, time), False where a token is padding; None for none.
-          deterministic: Leaves dropout out.
+        `mask` is bool (batch, time), False where a token is padding.
         """
         x = self.embed(ids)
         x = x if self.positions is None else self.positions(x)
@@ -89,12 +129,7 @@ class Pooler(nnx.Module):
         self.dense = nn.Dense(width, width, policy=policy, rngs=rngs)
 
     def __call__(self, x: ops.ArrayLike, mask: jax.Array | None = None) -> ScaledArray:
-        """Maps the encoder's outputs (batch, time, width) to (batch, width).
-
-        Args:
-          x: The outputs.
-          mask: bool (batch, time), False where a token is padding; None for none.
-        """
+        """Maps outputs (batch, time, width) to (batch, width); `mask` is False on padding."""
         if self.pooling == "mean":
             return ops.tanh(self.dense(mean_of_tokens(x, mask)))
         first = rows_of(x, jnp.zeros((x.shape[0], 1), jnp.int32))
@@ -112,27 +147,19 @@ class Bert(nnx.Module):
         policy: str | nn.Policy,
         rngs: nnx.Rngs,
     ):
-        width = config.width
+        width, options = config.width, {"policy": policy, "rngs": rngs}
+        padding, asked = config.vocab_multiple, pairs != "none"
         self.vocab = config.vocab
-        self.encoder = Encoder(config, policy=policy, rngs=rngs)
-        self.dense = nn.Dense(width, width, policy=policy, rngs=rngs)
+        self.encoder = Encoder(config, **options)
+        self.dense = nn.Dense(width, width, **options)
         self.norm = nn.LayerNorm(width, policy=policy)
         self.readout = nnx.data(
             None
             if config.tied_readout
-            else nn.Readout(
-                width,
-                config.vocab,
-                pad_to_multiple_of=config.vocab_multiple,
-                policy=policy,
-                rngs=rngs,
-            )
+            else nn.Readout(width, config.vocab, pad_to_multiple_of=padding, **options)
         )
-        asked = pairs != "none"
-        self.pooler = nnx.data(Pooler(width, policy=policy, rngs=rngs) if asked else None)
-        self.pair_readout = nnx.data(
-            nn.Readout(width, SEGMENTS, policy=policy, rngs=rngs) if asked else None
-        )
+        self.pooler = nnx.data(Pooler(width, **options) if asked else None)
+        self.pair_readout = nnx.data(nn.Readout(width, SEGMENTS, **options) if asked else None)
 
     def predict(self, x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
         """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""
@@ -156,23 +183,82 @@ class Bert(nnx.Module):
     ) -> jax.Array:
         """Mean cross entropy of the hidden tokens, and where pairs are asked that of the answers.
 
-        Args:
-          ids: int32 (batch, time).
-          segments: int32 (batch, time), 0 or 1.
-          positions: int32 (batch, n), where tokens are predicted.
-          targets: int32 (batch, n), the tokens that are there.
-          counts: bool (batch, n), False for predictions that only fill up n.
-          answers: int32 (batch,), 0 or 1: what is asked of each pair.
-          deterministic: Leaves dropout out.
+        Ids and segments are (batch, time); tokens are predicted at `positions` (batch, n), where
+        `targets` are, but for predictions that only fill up n, whose `counts` is False. `answers`
+        (batch,), 0 or 1, are what is asked of each pair.
         """
         x = self.encoder(ids, segments, deterministic=deterministic)
-        width, tokens = x.shape[-1], ids.size
-        hidden = Head(self.vocab, positions.size, tokens, width)
         total = (self.readout or self.encoder.embed).cross_entropy(
             self._states(x, positions), targets, where=counts, reduction="sum"
         )
         if self.pooler is None or self.pair_readout is None or answers is None:
-            return mean_of(total, targets, counts)
-        first, second = shares([hidden, Head(SEGMENTS, answers.size, tokens, width)])
-        loss = mean_of(total, targets, counts, share=first)
+            return _mean_of(total, targets, counts)
+        # One constant for both gradients, and a unit sum.
+        heads = (self.vocab, positions.size), (SEGMENTS, answers.size)
+        sizes = ids.size, x.shape[-1]
+        first, second = rules.normalized_weights([1 / head_constant(*h, *sizes) for h in heads])
+        loss = _mean_of(total, targets, counts, first)
         return loss + mean_loss(self.pair_readout(self.pooler(x)), answers, share=second)
+
+
+class PlainEncoder(nnx.Module):
+    """The pre-norm encoder of the layers of the plain GPT, with attention to both sides."""
+
+    def __init__(self, parts: Parts):
+        config: GPTModelConfig = parts.config
+        self.embed, self.segments = parts.embed(config.vocab), parts.embed(SEGMENTS)
+        learned = config.positions == "learned"
+        self.positions = parts.embed(config.context or 0) if learned else None
+        self.dropout = parts.dropout()
+        self.layers = nnx.List([Layer(parts, index) for index in range(config.layers)])
+        self.norm = parts.norm()
+
+    def __call__(
+        self, ids: jax.Array, segments: jax.Array, *, deterministic: bool = True
+    ) -> jax.Array:
+        """Outputs (batch, time, width) of int32 ids and segments (batch, time)."""
+        places = jnp.arange(ids.shape[1])
+        x = self.embed(ids) + self.segments(segments)
+        x = x if self.positions is None else x + self.positions(places)
+        x = self.dropout(x, deterministic=deterministic)
+        both_sides = jnp.ones((1, 1, len(places), len(places)), bool)
+        for layer in self.layers:
+            x, _ = layer(x, places, mask=both_sides, deterministic=deterministic)
+        return self.norm(x)
+
+
+class PlainBert(nnx.Module):
+    """The baseline: a BERT that predicts hidden tokens, with GPT-2's initialisation, no scales."""
+
+    def __init__(self, config: BertModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        shared = {"vocab", "width", "layers", "heads", "mlp_ratio"}
+        taken = config.model_dump(include=shared | {"context", "positions", "dropout"})
+        shape = GPTModelConfig(**taken, library="plain", norm="layer", bias=True)
+        parts = Parts(shape, dtype, jnp.float32, None, rngs)
+        self.encoder = PlainEncoder(parts)
+        self.dense, self.norm = parts.linear(shape.width, shape.width), parts.norm()
+        self.readout = nnx.data(
+            None if config.tied_readout else parts.linear(shape.width, shape.vocab, bias=False)
+        )
+
+    def predict(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""
+        rows = jnp.take_along_axis(x, positions[..., None], axis=1)
+        rows = self.norm(jax.nn.gelu(self.dense(rows)))
+        return self.encoder.embed.attend(rows) if self.readout is None else self.readout(rows)
+
+    def loss(
+        self,
+        ids: jax.Array,
+        segments: jax.Array,
+        positions: jax.Array,
+        targets: jax.Array,
+        counts: jax.Array,
+        *,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Mean cross entropy of the hidden tokens; arguments as those of `Bert.loss`."""
+        x = self.encoder(ids, segments, deterministic=deterministic)
+        logits = self.predict(x, positions).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return jnp.sum(losses, where=counts) / jnp.maximum(counts.sum(), 1)

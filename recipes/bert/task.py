@@ -15,30 +15,28 @@ from ..run.folder import earlier_run
 from ..run.precision import make_policy
 from ..run.recipe import no_scores
 from ..text import Corpus, Mixture
-from . import plain
 from .config import BertConfig
 from .data import load_data as load_data
-from .model import Bert
+from .model import Bert, PlainBert
 
-BERT = Bert | plain.Bert
+BERT = Bert | PlainBert
 scores = no_scores
 
 
 def build(config: BertConfig) -> BERT:
     """The BERT that a config describes, with the weights of `config.init` or drawn ones."""
     shape, pairs = config.model.model_copy(update={"context": config.context}), config.data.pairs
-    rngs = nnx.Rngs(config.seed)
-    run = None if config.init is None else earlier_run(config.init, BertConfig)
-    if shape.library == "plain":
-        bert = plain.Bert(shape, dtype=jnp.dtype(config.precision.policy), rngs=rngs)
-        if run is not None:
-            take_weights(bert, run)
-        return bert
-    bert = Bert(shape, pairs, policy=make_policy(config.precision), rngs=rngs)
-    if run is not None:
+    rngs, is_plain = nnx.Rngs(config.seed), config.model.library == "plain"
+    if is_plain:
+        bert: BERT = PlainBert(shape, dtype=jnp.dtype(config.precision.policy), rngs=rngs)
+    else:
+        bert = Bert(shape, pairs, policy=make_policy(config.precision), rngs=rngs)
+    if config.init is not None:
+        run = earlier_run(config.init, BertConfig)
+        needed = None if is_plain else ("encoder", "dense", "norm", "readout")
         # What tells pairs apart is drawn where the run was asked something else.
         kept = ("pooler", "pair_readout") if pairs == run.data.pairs else ("pooler",)
-        take_weights(bert, run, ("encoder", "dense", "norm", "readout"), kept)
+        take_weights(bert, run, needed, kept)
     return bert
 
 

@@ -16,8 +16,7 @@ from unitscale import nn, ops
 
 from ..batches import Data, Examples
 from ..bert.config import BertModelConfig, Pooling
-from ..bert.heads import mean_loss
-from ..bert.model import Encoder, Pooler
+from ..bert.model import Encoder, Pooler, mean_loss
 from ..config import TOKENIZER_FILE
 from ..errors import RecipeError
 from ..hf import Bert, Pretrained, labels_in, load, save, shape_of_bert

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -22,55 +22,13 @@ def generate(
     key: jax.Array,
     temperature: float = 1.0,
     top_k: int | None = None,
-) -> jax.Array:
-    """Continues each prompt of a batch by some tokens.
-
-    Args:
-      model: Has `init_cache(batch, length)` and `model(ids, cache=...) -> (logits, cache)`.
-      prompt: int32 (batch, time), time at least 1.
-      tokens: How many to add, at least 1.
-      key: PRNG key of the draws.
-      temperature: Divides the logits; 0 takes the most likely token.
-      top_k: Draws from the k most likely tokens only.
-
-    Returns:
-      int32 (batch, time + tokens).
-    """
-    graphdef, state = nnx.split(model)
-    new = _continue(graphdef, state, prompt, key, jnp.float32(temperature), tokens, top_k)
-    return jnp.concatenate([prompt, new], axis=1)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 5, 6))
-def _continue(graphdef, state, prompt, key, temperature, tokens, top_k):
-    model = nnx.merge(graphdef, state)
-    batch, time = prompt.shape
-    # The last token drawn is never fed back, so it needs no place in the cache.
-    cache = model.init_cache(batch, time + tokens - 1)
-    logits, cache = model(prompt, cache=cache)
-
-    def step(carry, key):
-        logits, cache = carry
-        token = _draw(logits, key, temperature, top_k)
-        logits, cache = model(token[:, None], cache=cache)
-        return (_last(logits), cache), token
-
-    keys = jax.random.split(key, tokens)
-    (logits, _), drawn = jax.lax.scan(step, (_last(logits), cache), keys[:-1])
-    final = _draw(logits, keys[-1], temperature, top_k)
-    return jnp.concatenate([drawn, final[None]], axis=0).T
-
-
-def stream(
-    model: nnx.Module,
-    prompt: jax.Array,
-    *,
-    tokens: int,
-    key: jax.Array,
-    temperature: float = 1.0,
-    top_k: int | None = None,
 ) -> Iterator[jax.Array]:
-    """The tokens that `generate` adds, int32 (batch, 1), each as soon as it is drawn."""
+    """Continues each prompt of a batch (batch, time) by tokens (batch, 1), all int32.
+
+    The model has `init_cache(batch, length)` and `model(ids, cache=...) -> (logits, cache)`. The
+    temperature divides the logits; 0 takes the most likely token. `top_k` draws from the k most
+    likely tokens only.
+    """
     graphdef, state = nnx.split(model)
     logits, cache = _read(graphdef, state, prompt, tokens)
     for draws in jax.random.split(key, tokens):
@@ -88,9 +46,9 @@ def _read(graphdef, state, prompt, tokens):
     return _last(logits), cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6))
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=3)
 def _step(graphdef, state, logits, cache, key, temperature, top_k):
-    token = _draw(logits, key, temperature, top_k)[:, None]
+    token = draw(logits, key, temperature, top_k)[:, None]
     logits, cache = nnx.merge(graphdef, state)(token, cache=cache)
     return _last(logits), cache, token
 
@@ -100,7 +58,8 @@ def _last(logits) -> jax.Array:
     return jnp.asarray(logits)[:, -1].astype(jnp.float32)
 
 
-def _draw(logits, key, temperature, top_k):
+def draw(logits: jax.Array, key: jax.Array, temperature: Any, top_k: int | None) -> jax.Array:
+    """Tokens (batch,) int32 of logits (batch, vocab)."""
     tokens = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
     if top_k is not None and top_k < logits.shape[-1]:
         logits, tokens = jax.lax.top_k(logits, top_k)  # of equal ones those that come first
@@ -118,22 +77,14 @@ def writes(model: nnx.Module) -> bool:
 class Writer(NamedTuple):
     """A model with what it needs to continue a text.
 
-    Attributes:
-      model: As for `generate`.
-      tokenizer: Of the model.
-      context: The longest sequence that the model has seen.
-      whole: Whether the cache always has room for the whole context, so that few shapes are
-        compiled; otherwise for no more than is asked for.
-      start: Ids before every prompt, unless it starts with them itself.
-      ends: Ids that end the text where one is drawn.
-      document_end: The id past which the model does not look back; what a prompt has before the
-        last one is not read.
+    `context` is the longest sequence that the model has seen, `start` are ids before every prompt,
+    unless it starts with them itself, and `ends` those that end the text where one is drawn. What a
+    prompt has before the last `document_end` is not read.
     """
 
     model: nnx.Module
     tokenizer: Tokenizer
     context: int
-    whole: bool = True
     start: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
     document_end: int | None = None
@@ -147,27 +98,19 @@ class Writer(NamedTuple):
     def __call__(self, prompt: str, *, echo: bool = True, **options: Any) -> str:
         """Continues a text, past the context that the model was trained on if need be.
 
-        When the context is full, its second half becomes the prompt of the next stretch.
-
-        Args:
-          prompt: Text to continue; its last `context - 1` tokens are used.
-          echo: Whether the prompt is part of what is returned.
-          options: `tokens`, how many to add, fewer where one of `ends` is drawn; `seed`, which
-            decides the draws; `temperature` and `top_k` as for `generate`.
-        Raises:
-          RecipeError: An empty prompt, or a context of one token.
+        When the context is full, its second half becomes the prompt of the next stretch. The
+        options are `tokens`, how many to add, fewer where one of `ends` is drawn; `seed`, which
+        decides the draws; `temperature` and `top_k` as for `generate`.
         """
         ids = self._encoded(prompt)
-        return self.tokenizer.decode(
-            np.concatenate([ids[: ids.size if echo else 0], *self._drawn(ids, _at_once, **options)])
-        )
+        return self.tokenizer.decode([*ids[: ids.size if echo else 0], *self._new(ids, **options)])
 
     def stream(self, prompt: str, *, echo: bool = True, **options: Any) -> Iterator[str]:
         """The same text in pieces, each as soon as its characters are known."""
         ids = self._encoded(prompt)
-        shown, said, text = ids[: ids.size if echo else 0], "", ""
-        for new in itertools.chain([ids[:0]], self._drawn(ids, stream, **options)):
-            shown = np.concatenate([shown, new])
+        shown, said, text = [*ids] if echo else [], "", ""
+        for new in itertools.chain([None], self._new(ids, **options)):
+            shown += [] if new is None else [new]
             text = self.tokenizer.decode(shown)
             # What ends in the middle of a character waits for the rest of it.
             if text.startswith(said) and not text.endswith("\ufffd"):
@@ -187,25 +130,9 @@ class Writer(NamedTuple):
             raise RecipeError("--prompt: expected at least one character; got an empty prompt")
         return ids
 
-    def _last_document(self, ids: np.ndarray) -> np.ndarray:
-        """What the model looks back at; the end itself where nothing follows it."""
-        if self.document_end is None:
-            return ids
-        ends = np.flatnonzero(ids == self.document_end)
-        return ids[min(ends[-1] + 1, ids.size - 1) :] if ends.size else ids
-
-    def _drawn(
-        self,
-        ids: np.ndarray,
-        draw: Callable[..., Iterable[jax.Array]],
-        *,
-        tokens: int,
-        seed: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-    ) -> Iterator[np.ndarray]:
+    def _new(self, ids: np.ndarray, *, tokens: int, seed: int, **options: Any) -> Iterator[int]:
         """New ids as they come, up to the number of tokens or to one of `ends`."""
-        context = self.context if self.whole else min(self.context, ids.size + tokens)
+        context = min(self.context, ids.size + tokens)
         if context < 2:
             raise RecipeError(
                 f"data.sequence_length: generation needs a context of at least 2; got {context}"
@@ -213,28 +140,21 @@ class Writer(NamedTuple):
         key, window = jax.random.key(seed), context - 1
         while tokens:
             key, draws = jax.random.split(key)
-            visible = self._last_document(ids)[-window:]
-            pieces = draw(
-                self.model,
-                jnp.asarray(visible)[None],
-                tokens=context - visible.size,  # whole windows: few shapes are compiled
-                key=draws,
-                temperature=temperature,
-                top_k=top_k,
-            )
-            for piece in pieces:
-                new = np.asarray(piece)[0, :tokens]
-                ended = np.isin(new, self.ends)
-                if ended.any():
-                    yield new[: ended.argmax()]
+            visible = ids
+            if self.document_end is not None:
+                ends = np.flatnonzero(ids == self.document_end)
+                # The end itself where nothing follows it.
+                visible = ids[min(ends[-1] + 1, ids.size - 1) :] if ends.size else ids
+            visible = visible[-window:]
+            room = context - visible.size
+            for token in generate(
+                self.model, jnp.asarray(visible)[None], tokens=room, key=draws, **options
+            ):
+                new = int(token[0, 0])
+                if new in self.ends:
                     return
                 yield new
-                ids, tokens = np.concatenate([ids, new]), tokens - new.size
+                ids, tokens = np.append(ids, np.int32(new)), tokens - 1
                 if not tokens:
                     return
             window = max(1, context // 2)
-
-
-def _at_once(model: nnx.Module, prompt: jax.Array, **options: Any) -> list[jax.Array]:
-    """All that `generate` adds, in one piece."""
-    return [generate(model, prompt, **options)[:, prompt.shape[1] :]]

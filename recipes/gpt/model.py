@@ -17,25 +17,12 @@ class GPT(nnx.Module):
     """A decoder-only language model."""
 
     def __init__(self, config: GPTModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
-        if config.context is None:
-            raise ValueError(
-                "recipes.gpt.model.GPT: config.context must be a sequence length; got None; set it "
-                "to the longest sequence"
-            )
+        assert config.context is not None, "a recipe fills in the longest sequence"
+        width, options = config.width, {"policy": policy, "rngs": rngs}
+        padding, learned = config.vocab_multiple, config.positions == "learned"
         self.config = config
-        width = config.width
-        self.embed = nn.Embed(
-            config.vocab,
-            width,
-            pad_to_multiple_of=config.vocab_multiple,
-            policy=policy,
-            rngs=rngs,
-        )
-        self.positions = (
-            nn.PositionalEmbed(config.context, width, policy=policy, rngs=rngs)
-            if config.positions == "learned"
-            else None
-        )
+        self.embed = nn.Embed(config.vocab, width, pad_to_multiple_of=padding, **options)
+        self.positions = nn.PositionalEmbed(config.context, width, **options) if learned else None
         self.dropout = nn.Dropout(config.dropout, rngs=rngs)
         self.stack = nn.TransformerStack(
             config.layers,
@@ -48,29 +35,18 @@ class GPT(nnx.Module):
             is_causal=True,
             use_bias=config.bias,
             **config.stack_options,
-            policy=policy,
-            rngs=rngs,
+            **options,
         )
         kind = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
         self.norm = kind(width, policy=policy)
         self.readout = (
             None
             if config.tied_readout
-            else nn.Readout(
-                width,
-                config.vocab,
-                pad_to_multiple_of=config.vocab_multiple,
-                policy=policy,
-                rngs=rngs,
-            )
+            else nn.Readout(width, config.vocab, pad_to_multiple_of=padding, **options)
         )
 
     def __call__(self, ids: jax.Array, *, deterministic: bool = True, cache: Cache | None = None):
-        """Logits of the next token.
-        Returns:
-          Logits, a ScaledArray (batch, time, vocab), with `cache` the pair of logits and the new
-          cache.
-        """
+        """Logits (batch, time, vocab) of the next token, a ScaledArray; with `cache` a new one."""
         x, cache = self._states(self.embed(ids), ids, deterministic=deterministic, cache=cache)
         logits = self.embed.attend(x) if self.readout is None else self.readout(x)
         return logits if cache is None else (logits, cache)
@@ -108,11 +84,7 @@ class GPT(nnx.Module):
 
 
 def same_document(ids: jax.Array, end: int) -> jax.Array:
-    """Which tokens are of one document, booleans (batch, 1, time, time), for attention.
-
-    Args:
-      ids: int32 (batch, time), documents one after the other.
-      end: The id that is the last of each.
+    """Which ids (batch, time) are of one document, which `end` ends: (batch, 1, time, time).
 
     Example:
       >>> same_document(jnp.array([[5, 0, 7]]), 0)[0, 0].astype(int).tolist()

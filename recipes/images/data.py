@@ -1,14 +1,13 @@
 """Images and labels from idx files, the format that MNIST is given in.
 
-An idx file is two zero bytes, a code of the element type, the number of axes, the length of each
-axis in four bytes, and the elements; all numbers have their highest byte first.
+An idx file of bytes is two zero bytes, 8, the number of axes, the length of each axis in four
+bytes, highest first, and the elements.
 """
 
 import functools
 import gzip
 import hashlib
 import math
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from ..batches import Data, Examples
 from ..errors import RecipeError, refused
 from .config import ImageDataConfig
 
-_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _STATISTICS = 10_000
 """Images that the mean and the deviation are taken over."""
 
@@ -82,9 +80,9 @@ class ImageData(Data):
 
 
 def load_images(config: ImageDataConfig) -> ImageData:
-    """The data set of a config, whose files are read once for as long as they are the same."""
-    train = _load_split(*_stamped(config.train_images, config.train_labels), "train")
-    test = _load_split(*_stamped(config.test_images, config.test_labels), "test")
+    """The data set of a config."""
+    train = _load_split(config.train_images, config.train_labels, "train")
+    test = _load_split(config.test_images, config.test_labels, "test")
     if train.images.shape[1:] != test.images.shape[1:]:
         sizes = " and ".join("{} x {}".format(*s.images.shape[1:]) for s in (train, test))
         raise RecipeError(
@@ -98,44 +96,20 @@ def load_images(config: ImageDataConfig) -> ImageData:
         )
     classes = config.classes or int(train.labels.max()) + 1
     for split, key in ((train, "data.train_labels"), (test, "data.test_labels")):
-        wrong = np.flatnonzero((split.labels < 0) | (split.labels >= classes))
-        if wrong.size:
+        if split.labels.max() >= classes:
             raise RecipeError(
-                f"{key}: expected labels from 0 to {classes - 1}; got {split.labels[wrong[0]]} at "
-                f"position {wrong[0]}; correct the file, or set data.classes"
+                f"{key}: expected labels from 0 to {classes - 1}; got {split.labels.max()}; "
+                "correct the file, or set data.classes"
             )
     sample = train.images[:: -(-len(train.images) // _STATISTICS)].astype(np.float64)
     mean, deviation = float(sample.mean()), float(sample.std()) or 1.0
     return ImageData(train, test, classes, mean, deviation, config.batch_size)
 
 
-def _stamped(*paths: str) -> Iterator[tuple[str, int, int]]:
-    """Files with what changes when they do."""
-    for path in paths:
-        try:
-            facts = os.stat(path)
-        except OSError:
-            yield path, 0, 0  # reading it says what is wrong
-        else:
-            yield path, facts.st_mtime_ns, facts.st_size
-
-
-@functools.lru_cache(maxsize=2)
-def _load_split(images_file: tuple, labels_file: tuple, split: str) -> Split:
-    images_path, labels_path = images_file[0], labels_file[0]
-    images = read_idx(Path(images_path), f"data.{split}_images")
-    labels = read_idx(Path(labels_path), f"data.{split}_labels")
-    if images.ndim != 3 or images.dtype != np.uint8 or not images.size:
-        raise RecipeError(
-            f"data.{split}_images: expected images of bytes, with axes of count, height and width; "
-            f"got {_kind(images)} in {images_path}; name the file of images"
-        )
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        raise RecipeError(
-            f"data.{split}_labels: expected one axis of integers; got {_kind(labels)} in "
-            f"{labels_path}; name the file of labels"
-        )
-    if len(images) != len(labels):
+def _load_split(images_path: str, labels_path: str, split: str) -> Split:
+    images = read_idx(Path(images_path), f"data.{split}_images", axes=3)
+    labels = read_idx(Path(labels_path), f"data.{split}_labels", axes=1)
+    if len(images) != len(labels) or not images.size:
         raise RecipeError(
             f"data.{split}_labels: expected a label for each image; got {len(images)} images in "
             f"{images_path} and {len(labels)} labels in {labels_path}; name files that belong "
@@ -144,43 +118,26 @@ def _load_split(images_file: tuple, labels_file: tuple, split: str) -> Split:
     return Split(images, labels.astype(np.int32))
 
 
-def _kind(array: np.ndarray) -> str:
-    return f"{array.dtype.name} of shape {array.shape}"
-
-
-def read_idx(path: Path, key: str) -> np.ndarray:
-    """Reads one idx file of any element type and number of axes."""
-    content = _read_bytes(path, key)
-    magic = content[:4]
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES:
-        raise RecipeError(
-            f"{key}: {path} is not an idx file: expected it to start with two zero bytes, an "
-            f"element type and a number of axes; got {magic.hex(' ') or 'nothing'}; name an idx "
-            "file, as it is or compressed with gzip"
-        )
-    dtype, axes = np.dtype(_TYPES[magic[2]]), magic[3]
-    offset = 4 + 4 * axes
-    if len(content) < offset:
-        raise RecipeError(
-            f"{key}: {path} is cut short: expected a header of {offset} bytes; got {len(content)} "
-            "bytes; fetch the file again"
-        )
-    shape = tuple(int(n) for n in np.frombuffer(content, ">u4", axes, offset=4))
-    expected = offset + math.prod(shape) * dtype.itemsize
-    if len(content) != expected:
-        what = "is cut short" if len(content) < expected else "is longer than its header says"
-        raise RecipeError(
-            f"{key}: {path} {what}: expected {expected} bytes for shape {shape}; got "
-            f"{len(content)}; fetch the file again"
-        )
-    array = np.frombuffer(content, dtype, offset=offset).reshape(shape)
-    return array.astype(dtype.newbyteorder("="), copy=False)
-
-
-def _read_bytes(path: Path, key: str) -> bytes:
+def read_idx(path: Path, key: str, axes: int) -> np.ndarray:
+    """Reads one idx file of bytes, which may be compressed with gzip."""
     try:
         with refused(f"{key}: {path} cannot be read", "name an idx file, or a .gz of one"):
             content = path.read_bytes()
-        return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecipeError(f"{key}: {path} is damaged: {error}; fetch the file again") from error
+    offset = 4 + 4 * axes
+    if content[:4] != bytes([0, 0, 8, axes]) or len(content) < offset:
+        raise RecipeError(
+            f"{key}: expected {path} to be an idx file of bytes with {axes} axes, which begins "
+            f"with 00 00 08 0{axes}; got {content[:4].hex(' ') or 'nothing'}; name such a file, as "
+            "it is or compressed with gzip"
+        )
+    shape = tuple(int(n) for n in np.frombuffer(content, ">u4", axes, offset=4))
+    if len(content) != offset + math.prod(shape):
+        raise RecipeError(
+            f"{key}: {path}: expected {offset + math.prod(shape)} bytes for shape {shape}; got "
+            f"{len(content)}; fetch the file again"
+        )
+    return np.frombuffer(content, np.uint8, offset=offset).reshape(shape)

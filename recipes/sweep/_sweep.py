@@ -8,22 +8,27 @@ same command continues where the last one ended.
 import contextlib
 import functools
 import json
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 
 from ..config import RunConfig
 from ..errors import RecipeError, write_json
+from ..run.evaluate import make_evaluation
 from ..run.folder import locked, open_run, other_data
+from ..run.optimizer import make_optimizer
 from ..run.pool import each, message_of
 from ..run.recipe import recipe_of
-from ._points import Point, key_of, make_points
-from ._results import report
-from ._rows import Row, append_row, read_rows
-from ._search import missing
-from ._trials import Trials
+from ..run.state import TrainState, init_state
+from ..run.step import advance, make_train_step
+from ._points import Point, Row, append_row, key_of, make_points, read_rows, report
 
 Known = dict[tuple[float, int], float]
 """Losses by learning rate and seed."""
@@ -34,18 +39,8 @@ def sweep(
 ) -> Path:
     """Trains all points of a config's grid that are not finished, and draws what came out.
 
-    Args:
-      config: The sweep; its folder is `<train.runs_dir>/<name>-sweep/`.
-      jobs: Number of processes.
-      fresh: Moves an earlier sweep of this name aside.
-      console: Where to report; standard output by default.
-
-    Returns:
-      The folder, with `rows.jsonl`, `results.md` and plots.
-
-    Raises:
-      RecipeError: The grid or the data is unusable, the folder holds runs of another config or of
-        other data, or another process works in it.
+    The folder of the results, `<train.runs_dir>/<name>-sweep/`, is returned. `jobs` processes work
+    at once; `fresh` moves an earlier sweep of this name aside.
     """
     console = Console() if console is None else console
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
@@ -62,7 +57,6 @@ def sweep(
 def _sweep(
     points: Sequence[Point], config: RunConfig, folder: Path, jobs: int, say: Callable[[str], None]
 ) -> Path:
-    """Trains what is not finished, in an open folder."""
     _check_data(points, folder)
     known: dict[str, Known] = defaultdict(dict)
     for row in read_rows(folder):
@@ -71,7 +65,7 @@ def _sweep(
     say(f"{config.name}: {len(points)} points, {jobs} at a time, in {folder}")
     failures = 0
     tasks = [(point, folder, known[key_of(point.settings)]) for point in points]
-    for done, ((point, *_), error) in enumerate(each(tasks, jobs, _point), 1):
+    for done, ((point, *_), error) in enumerate(each(tasks, jobs, _search), 1):
         say(f"{done}/{len(points)}  {point}" + (f"  failed: {error}" if error else ""))
         if error:
             failures += 1
@@ -102,25 +96,102 @@ def _check_data(points: Sequence[Point], folder: Path) -> None:
     write_json(path, kept | found)
 
 
-def _point(point: Point, folder: Path, known: Known) -> str | None:
+def _search(point: Point, folder: Path, known: Known) -> str | None:
     """Searches the learning rate of one point; returns the message of what went wrong."""
+    settings, start = point.config.sweep, point.config.optimizer.learning_rate
+    trials = functools.cache(lambda: Trials(point.config))  # compiles only what is needed
+    losses: dict[int, float] = {}
     try:
-        _search(point, folder, known)
+        while places := missing(losses, settings.rates, settings.rounds):
+            rates = {place: start * settings.factor**place for place in places}
+            for seed in settings.seeds:
+                todo = [rate for rate in rates.values() if (rate, seed) not in known]
+                for rate, loss in zip(todo, trials()(todo, seed) if todo else (), strict=True):
+                    append_row(folder, Row(point.settings, rate, seed, loss))
+                    known[rate, seed] = loss
+            for place, rate in rates.items():
+                found = [known[rate, seed] for seed in settings.seeds]
+                losses[place] = sum(found) / len(found)
     except Exception as error:  # whatever it is, the other points go on
         return message_of(error)
     return None
 
 
-def _search(point: Point, folder: Path, known: Known) -> None:
-    settings, start = point.config.sweep, point.config.optimizer.learning_rate
-    trials = functools.cache(lambda: Trials(point.config))  # compiles only what is needed
-    losses: dict[int, float] = {}
-    while places := missing(losses, settings.rates, settings.rounds):
-        rates = {place: start * settings.factor**place for place in places}
-        for seed in settings.seeds:
-            todo = [rate for rate in rates.values() if (rate, seed) not in known]
-            for rate, loss in zip(todo, trials()(todo, seed) if todo else (), strict=True):
-                append_row(folder, Row(point.settings, rate, seed, loss))
-                known[rate, seed] = loss
-        for place, rate in rates.items():
-            losses[place] = sum(known[rate, seed] for seed in settings.seeds) / len(settings.seeds)
+def missing(losses: Mapping[int, float], rates: int, rounds: int) -> list[int]:
+    """Which places of a geometric series of rates to train next; none when the search is over.
+
+    Place i is the start times the factor to the power i. After the first round of `rates` places
+    they are beside the end at which the loss is least; where every run diverged, at the lower end.
+
+    Example:
+      >>> missing({}, 3, 2), missing({-1: 3.0, 0: 2.0, 1: 1.0}, 3, 2)
+      ([-1, 0, 1], [2, 3, 4])
+      >>> missing({-1: 3.0, 0: 2.0, 1: 2.5}, 3, 2)
+      []
+    """
+    low = -(rates // 2)
+    high = low + rates - 1
+    for _ in range(rounds):
+        if todo := [place for place in range(low, high + 1) if place not in losses]:
+            return todo
+        best = min(range(low, high + 1), key=lambda place: losses[place])
+        if best == high and math.isfinite(losses[best]):
+            high += rates
+        elif best == low or not math.isfinite(losses[best]):
+            low -= rates
+        else:
+            return []
+    return []
+
+
+class Trials:
+    """Whole runs of one config, compiled once for all learning rates and seeds."""
+
+    def __init__(self, config: RunConfig):
+        self.config, self.data = config, recipe_of(config).load_data(config)
+        graphdef, _, state = init_state(config)
+        params, settings = state.params, config.optimizer
+
+        @jax.jit
+        def step(state: TrainState, rate: Any, batch: Any, index: Any):
+            # The rate of this trial, a traced number, in place of the config's.
+            own = config.model_copy(
+                update={"optimizer": settings.model_copy(update={"learning_rate": rate})}
+            )
+            optimizer = make_optimizer(own, params)
+            train_step = make_train_step(graphdef, optimizer, config.precision, settings=settings)
+            return train_step(state, batch, index)[0]
+
+        self._step = jax.jit(jax.vmap(step, (0, 0, None, None)), donate_argnums=0)
+        evaluate = make_evaluation(graphdef, config.precision)
+        self._evaluate = jax.jit(jax.vmap(evaluate, (0, 0, None)))
+        # Batched, with a kernel for each run, convolutions are grouped ones, which XLA's CPU
+        # backend does slowly: there one run follows another.
+        arguments = state, np.float32(1), recipe_of(config).abstract_batch(config), np.int32(0)
+        slow = "conv_general_dilated" in str(step.trace(*arguments).jaxpr)
+        self._together = 1 if slow and jax.default_backend() == "cpu" else config.sweep.rates
+
+    def __call__(self, rates: Sequence[float], seed: int) -> list[float]:
+        """The validation loss at each rate; infinite where a step's loss was not finite."""
+        size, steps = self._together, self.config.train.steps
+        # Groups are always as large, so that the program is compiled once.
+        padded = [*rates, *([rates[-1]] * (-len(rates) % size))]
+        groups = np.asarray(padded, np.float32).reshape(-1, size)
+        first = init_state(self.config.model_copy(update={"seed": seed}))[2]
+        copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), first)
+        states: Any = [jax.tree.map(jnp.copy, copies) for _ in groups]
+
+        def step(states: Any, batch: Any, index: Any) -> tuple[Any, dict[str, Any]]:
+            pairs = zip(states, groups, strict=True)
+            return [self._step(state, many, batch, index) for state, many in pairs], {}
+
+        states = advance(step, states, self.data.training(seed), 0, steps)
+        batches = list(self.data.validation(self.config.train.eval_batches))
+        losses: list[float] = []
+        for state in states:
+            found = [self._evaluate(state.params, state.rest, batch) for batch in batches]
+            means = np.mean(jax.device_get(found), axis=0, dtype=np.float64)
+            # After a step that was not finite, and not left out by the config, no other one counts.
+            whole = np.isfinite(means) & (np.asarray(state.step) == steps)
+            losses += np.where(whole, means, np.inf).tolist()
+        return losses[: len(rates)]

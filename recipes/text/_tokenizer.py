@@ -1,42 +1,37 @@
-"""Text to token ids and back."""
+"""Text to token ids and back: bytes, a tokenizer of a file, or one trained on the config's text."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self, TypeAlias
 
 import numpy as np
 import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from ..config import BYTES, largest_id, read_tokenizer
+from ..config import (
+    BYTES,
+    TOKENIZER_FILE,
+    DataConfig,
+    TokenizerConfig,
+    largest_id,
+    read_tokenizer,
+)
 from ..errors import RecipeError, write_whole
+from ._sources import cache_key, cached, documents
 
+BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+"""Special tokens of a trained WordPiece tokenizer, ids 0 to 4."""
 END_OF_TEXT = "<|endoftext|>"
 # What ends a document, by the tokenizers that have it; the first one found counts. Gemma has both
 # <eos> and </s>, which is a tag of HTML there.
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>", "<|eos|>", "[SEP]")
 
+_ALPHABET = 1000  # characters of a trained WordPiece tokenizer; others are unknown
 _LONG = 2**20  # characters that are encoded at once: each token takes some hundred bytes then
-
-
-class Tokenizer(Protocol):
-    """What the pipeline and generation need of a tokenizer.
-
-    `vocab` is one more than the largest id, `eos` the id that ends a document (None for none), and
-    `identity` tells two tokenizers apart.
-    """
-
-    vocab: int
-    eos: int | None
-
-    @property
-    def identity(self) -> str: ...
-
-    def encode(self, text: str) -> np.ndarray: ...
-
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]: ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
+_PART = 2**16  # characters that the trainer, which collects 256 parts, is given at once
 
 
 class ByteTokenizer:
@@ -52,11 +47,9 @@ class ByteTokenizer:
     identity = "byte"
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of `text`, as a uint8 array (bytes,)."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -76,18 +69,17 @@ class SubwordTokenizer:
         found = (inner.token_to_id(token) for token in _ENDS)
         self.eos = next((index for index in found if index is not None), None)
 
-    @property
-    def start(self) -> tuple[int, ...]:
-        """The special tokens that the tokenizer puts before a text, such as Llama's first one."""
-        encoded = self.inner.encode("a")
-        marks = encoded.special_tokens_mask
-        count = next((place for place, mark in enumerate(marks) if not mark), 0)
-        return tuple(encoded.ids[:count])
-
     @classmethod
     def read(cls, path: str | Path, key: str = "data.tokenizer.path") -> Self:
         """Reads a tokenizer.json; `key` names it in messages."""
         return cls(read_tokenizer(path, key))
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer puts before a text, such as Llama's first one."""
+        encoded = self.inner.encode("a")
+        pairs = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
+        return tuple(index for index, _ in itertools.takewhile(lambda pair: pair[1], pairs))
 
     @property
     def identity(self) -> str:
@@ -111,19 +103,21 @@ class SubwordTokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, on all processor cores."""
-        parts = [list(cut_at_lines(text, _LONG)) for text in texts]
+        parts = [list(_cut_at_lines(text, _LONG)) for text in texts]
         flat = [part for one in parts for part in one]
         encoded = iter(self.inner.encode_batch_fast(flat, add_special_tokens=False))
-        ids = ([np.asarray(next(encoded).ids, self.dtype) for _ in one] for one in parts)
-        return [one[0] if len(one) == 1 else np.concatenate(one) for one in ids]
+        return [
+            np.concatenate([np.asarray(next(encoded).ids, self.dtype) for _ in one])
+            for one in parts
+        ]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids` without special tokens."""
         return self.inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
-    def save(self, path: Path) -> None:
-        """Writes the tokenizer.json that `read` reads."""
-        write_whole(path, self.inner.to_str(pretty=True))
+
+Tokenizer: TypeAlias = ByteTokenizer | SubwordTokenizer
+"""`vocab` is one more than the largest id, `eos` the id that ends a document (None for none)."""
 
 
 def token_dtype(vocab: int) -> np.dtype:
@@ -131,7 +125,7 @@ def token_dtype(vocab: int) -> np.dtype:
     return np.min_scalar_type(max(vocab - 1, 0))
 
 
-def cut_at_lines(text: str, most: int) -> Iterator[str]:
+def _cut_at_lines(text: str, most: int) -> Iterator[str]:
     """A text in parts of at most `most` characters, cut after a line where there is one."""
     start = 0
     while len(text) - start > most:
@@ -149,3 +143,112 @@ def require_vocab(tokenizer: Tokenizer, vocab: int, where: str = "the model") ->
             f"of {tokenizer.vocab}; use the one that {where} was trained with, or train another "
             "with model.vocab null"
         )
+
+
+def open_tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer that a config asks for; a trained one comes from the cache if it is there."""
+    settings = config.tokenizer
+    if settings.kind == "byte":
+        return ByteTokenizer()
+    if settings.kind == "file":
+        return SubwordTokenizer.read(str(settings.path))
+
+    def build(path: Path) -> None:
+        print(f"training a {settings.kind} tokenizer of {settings.ids} ids on the text")
+        path.write_text(train_tokenizer(config).inner.to_str(pretty=True), encoding="utf-8")
+
+    key = cache_key(config, {"train": settings.model_dump()})
+    return SubwordTokenizer.read(cached(config, f"tokenizer-{key}.json", build))
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Leaves the tokenizer of a run in its folder, as `TOKENIZER_FILE`; bytes need no file."""
+    if isinstance(tokenizer, SubwordTokenizer):
+        write_whole(folder / TOKENIZER_FILE, tokenizer.inner.to_str(pretty=True))
+
+
+def train_tokenizer(config: DataConfig) -> SubwordTokenizer:
+    """Trains a byte-level BPE or a WordPiece tokenizer on the documents of a config.
+
+    The same documents give the same ids, in every process and on every machine.
+    """
+    settings = config.tokenizer
+
+    def parts() -> Iterator[str]:
+        return (part for text, _ in documents(config) for part in _cut_at_lines(text, _PART))
+
+    train = _bpe if settings.kind == "bpe" else _wordpiece
+    tokenizer = SubwordTokenizer(train(settings, parts))
+    if tokenizer.vocab > settings.ids:
+        raise RecipeError(
+            f"data.tokenizer.vocab: expected at least the {tokenizer.vocab} ids that special "
+            f"tokens and single characters take; got {settings.ids}; raise it"
+        )
+    return tokenizer
+
+
+def _bpe(settings: TokenizerConfig, parts: Callable[[], Iterator[str]]) -> tokenizers.Tokenizer:
+    """As GPT-2's: any text goes through unchanged, because bytes are its characters."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    if settings.lowercase:
+        inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.ids,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(parts(), trainer)
+    return inner
+
+
+def _wordpiece(
+    settings: TokenizerConfig, parts: Callable[[], Iterator[str]]
+) -> tokenizers.Tokenizer:
+    """As BERT's.
+
+    The trainer numbers the characters inside words as it meets them in a table of random order, and
+    of pieces that occur equally often joins those of lower numbers first. It is given these
+    characters in order, as special tokens, which they are no longer when it is done.
+    """
+
+    def with_pieces(vocab: dict[str, int]) -> tokenizers.Tokenizer:
+        inner = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+        inner.normalizer = normalizers.BertNormalizer(lowercase=settings.lowercase)
+        inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        inner.decoder = decoders.WordPiece()
+        return inner
+
+    inner = with_pieces({})
+    alphabet, inside = _characters(inner, parts())
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=settings.ids,
+        special_tokens=[*BERT_TOKENS, *(f"##{character}" for character in inside)],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
+    )
+    inner.train_from_iterator(parts(), trainer)
+    trained = with_pieces(inner.get_vocab())
+    trained.add_special_tokens(BERT_TOKENS)
+    return trained
+
+
+def _characters(inner: tokenizers.Tokenizer, parts: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The most frequent characters of a text, and those of them that stand inside words."""
+    counts: Counter[str] = Counter()
+    pairs: set[tuple[str, str]] = set()
+    for part in parts:
+        normal = inner.normalizer.normalize_str(part)
+        counts.update(normal)
+        pairs.update(itertools.pairwise(normal))
+
+    def is_word(text: str) -> bool:
+        return [word for word, _ in inner.pre_tokenizer.pre_tokenize_str(text)] == [text]
+
+    known = filter(is_word, sorted(counts, key=lambda character: (-counts[character], character)))
+    alphabet = list(known)[:_ALPHABET]
+    inside = {second for first, second in pairs if is_word(first + second)}
+    return alphabet, sorted(inside.intersection(alphabet))

@@ -54,7 +54,7 @@ def held(tree: object) -> int:
     [
         (8, ["mesh={fsdp: 8}"]),
         (4, ["mesh={data: 2, fsdp: 2, tensor: 2}", *NARROW]),
-        (1, ["mesh={tensor: 8}", "scalify={storage: float16}"]),
+        (1, ["mesh={tensor: 8}", "precision=scalify_float16"]),
         pytest.param(8, ["mesh={data: 8}"], marks=pytest.mark.slow),
         pytest.param(8, ["mesh={context: 8}"], marks=pytest.mark.slow),
         pytest.param(
@@ -107,7 +107,7 @@ def test_frozen_weights_are_counted(tmp_path: Path) -> None:
     assert (facts.total.weights, facts.total.frozen) == (held(state.params), held(frozen))
     kernels = 2 * (16 * 24 + 2 * 16 * 12 + 24 * 16 + 3 * 16 * 24)
     assert facts.parameters["layers"] > kernels + facts.trained
-    other = describe(load_config(lora, [*words, "lora.base=null", "model.remat=none"]))
+    other = describe(load_config(lora, [*words, "precision.frozen=null", "model.remat=none"]))
     assert kernels / 2 < other.total.frozen - facts.total.frozen < kernels
     assert other.total.activations > 2 * facts.total.activations
 
@@ -154,7 +154,7 @@ SMALL = ("model.width=16", "model.heads=2", "model.layers=4", "data.sequence_len
         *(
             pytest.param(name, words, marks=pytest.mark.slow)
             for name, words in (
-                ("gpt/parity.yaml", ["policy=fp8_delayed", "model.dropout=0.1"]),
+                ("gpt/parity.yaml", ["precision.policy=fp8_delayed", "model.dropout=0.1"]),
                 ("gpt/parity.yaml", ["model.remat=dots", NARROW[-1]]),
                 (
                     "gpt/parity.yaml",

@@ -5,11 +5,75 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipes.bert.data import MaskedCorpus, Vocabulary, load_data
+from recipes.bert.config import MaskingConfig
+from recipes.bert.data import Masked, MaskedCorpus, Vocabulary, load_data, mask_tokens
 from recipes.errors import RecipeError
 from recipes.text import ByteTokenizer
 
 from ..masked import bert_config, write_bert
+
+MASK, ORDINARY = 4, np.arange(5, 1000)
+
+
+def mask(ids: np.ndarray, words: np.ndarray, predictions: int, seed: int = 0, **shares) -> Masked:
+    return mask_tokens(
+        ids,
+        words,
+        np.random.default_rng(seed),
+        predictions=predictions,
+        mask=MASK,
+        ordinary=ORDINARY,
+        config=MaskingConfig(**shares),
+    )
+
+
+def test_targets_are_what_was_hidden() -> None:
+    ids = np.arange(5, 105)
+    words = np.where(np.arange(100) % 10, np.arange(100), -1)
+    masked = mask(ids, words, 15)
+    assert masked.counts.all()
+    assert (np.diff(masked.positions) > 0).all()
+    assert (masked.positions % 10 != 0).all()
+    np.testing.assert_array_equal(masked.targets, ids[masked.positions])
+    rest = np.setdiff1d(np.arange(100), masked.positions)
+    np.testing.assert_array_equal(masked.ids[rest], ids[rest])
+    assert all(part.dtype == np.int32 for part in masked[:3])
+
+
+def test_what_is_seen_has_the_shares_asked_for() -> None:
+    count = 20_000
+    masked = mask(np.full(count, 5), np.arange(count), count)
+    shares = [np.mean(masked.ids == MASK), np.mean(masked.ids == 5)]
+    strangers = masked.ids[(masked.ids != MASK) & (masked.ids != 5)]
+    wanted = [0.8, 0.1 + 0.1 / ORDINARY.size]
+    for share, want in zip(shares, wanted, strict=True):
+        assert abs(share - want) < 5 * np.sqrt(want * (1 - want) / count)
+    assert np.isin(strangers, ORDINARY).all()
+    assert np.unique(strangers).size > ORDINARY.size / 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_words_are_hidden_whole(seed: int) -> None:
+    words = np.repeat([-1, 0, 1, 2, 3, 4, -1], [1, 3, 1, 4, 2, 3, 2])
+    ids = np.arange(10, 10 + words.size)
+    masked = mask(ids, words, 5, seed, masked=1.0, random=0.0)
+    hidden = masked.ids == MASK
+    for word in range(5):
+        assert len(set(hidden[words == word])) == 1
+    assert not hidden[words < 0].any()
+    assert hidden.sum() == masked.counts.sum() <= 5
+    assert masked.counts.sum() >= 3  # whatever the order, some two words leave less room than that
+
+
+def test_too_few_words_fill_up_with_what_does_not_count() -> None:
+    words = np.array([-1, 0, 0, -1])
+    masked = mask(np.array([2, 8, 9, 3]), words, 4)
+    np.testing.assert_array_equal(masked.counts, [True, True, False, False])
+    np.testing.assert_array_equal(masked.positions, [1, 2, 0, 0])
+    np.testing.assert_array_equal(masked.targets, [8, 9, 0, 0])
+    nothing = mask(np.array([2, 3]), np.array([-1, -1]), 2)
+    assert not nothing.counts.any()
+    np.testing.assert_array_equal(nothing.ids, [2, 3])
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +125,7 @@ def test_segments_follow_one_another_in_the_text(path: Path) -> None:
 
 def test_special_tokens_are_not_hidden(path: Path) -> None:
     data = load(path, "data.masking.share=0.9")
-    for _, batch in zip(range(20), data.training(0), strict=False):
+    for _, batch in zip(range(5), data.training(0), strict=False):
         assert not data.vocabulary.special[batch[3][batch[4]]].any()
 
 
@@ -111,26 +175,18 @@ def test_masks_are_drawn_anew_each_epoch_and_fixed_in_validation(path: Path) -> 
             np.testing.assert_array_equal(a, b)
 
 
-def test_a_saved_position_brings_back_the_same_batches(path: Path) -> None:
+def test_a_position_is_resumed_and_a_batch_shared(path: Path) -> None:
     data = load(path, "data.pairs=next_sentence")
     batches = data.training(3)
-    for _ in range(4):
-        next(batches)
+    halves = [next(data.training(3, process=i, processes=2)) for i in range(2)]
+    for part, *shares in zip(next(batches), *halves, strict=True):
+        np.testing.assert_array_equal(part, np.stack(shares, 1).reshape(part.shape))
     state = batches.get_state()
-    expected = [next(batches) for _ in range(3)]
     again = data.training(3)
     again.set_state(state)
-    for batch in expected:
-        for a, b in zip(batch, next(again), strict=True):
+    for _ in range(3):
+        for a, b in zip(next(batches), next(again), strict=True):
             np.testing.assert_array_equal(a, b)
-
-
-def test_processes_share_the_same_batch(path: Path) -> None:
-    data = load(path)
-    alone = next(data.training(1))
-    halves = [next(data.training(1, process=i, processes=2)) for i in range(2)]
-    for part, *shares in zip(alone, *halves, strict=True):
-        np.testing.assert_array_equal(part, np.stack(shares, 1).reshape(part.shape))
 
 
 @pytest.mark.parametrize("pairs", ["none", "next_sentence"])

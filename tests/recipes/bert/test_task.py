@@ -1,13 +1,19 @@
 """A BERT trains through `recipes.train`: it learns, resumes bit for bit, and shows its guesses."""
 
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from recipes.bert.config import BertConfig
 from recipes.bert.task import abstract_batch, build, closing, load_data
 from recipes.cli import main
 
+from ..configs import refuses_configs
 from ..masked import bert_config, write_bert
 from ..runs import resumes_bit_for_bit
 
@@ -54,3 +60,102 @@ def test_closing_shows_guesses_beside_the_truth(path: Path, tmp_path: Path) -> N
     assert line.startswith("guesses (truth): ")
     assert line.count("(") == config.data.predictions + 1
     assert not list(closing(bert_config(path), data, build(config), tmp_path))
+
+
+PLAIN = (
+    "model.library=plain",
+    "model.norm_placement=pre",
+    "optimizer.umup=false",
+    "optimizer.learning_rate=1e-2",
+    "model.dropout=0.0",
+)
+
+
+def plain(folder: Path, *words: str) -> BertConfig:
+    return bert_config(write_bert(folder), *PLAIN, *words)
+
+
+def sizes(model: nnx.Module) -> list[tuple[int, ...]]:
+    return sorted(leaf.shape for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+@pytest.mark.parametrize("words", [("model.positions=rope",), ("model.tied_readout=false",)])
+def test_parameters_are_those_of_the_unitscale_model(tmp_path: Path, words: Any) -> None:
+    ours = ("model.library=unitscale", "optimizer.umup=true")
+    one, other = (build(plain(tmp_path, *words, *more)) for more in ((), ours))
+    assert sizes(one) == sizes(other)
+
+
+def test_the_loss_is_the_mean_over_hidden_tokens_that_count(tmp_path: Path) -> None:
+    model: Any = build(plain(tmp_path))
+    batch = [jnp.asarray(part) for part in next(load_data(plain(tmp_path)).validation(4))]
+    ids, segments, positions, targets, _ = batch
+    counts = jnp.asarray(np.arange(positions.size).reshape(positions.shape) % 3 > 0)
+    logits = np.asarray(model.predict(model.encoder(ids, segments), positions), np.float64)
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    taken = np.take_along_axis(shares, np.asarray(targets)[..., None], -1)[..., 0]
+    expected = -np.log(taken)[np.asarray(counts)].mean()
+    loss = model.loss(ids, segments, positions, targets, counts)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(expected, np.log(120), rtol=0.05)
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_a_token_sees_both_sides_and_where_they_are(tmp_path: Path, positions: str) -> None:
+    encoder = build(plain(tmp_path, f"model.positions={positions}")).encoder
+    ids, segments = jnp.arange(10, 26)[None], jnp.zeros((1, 16), jnp.int32)
+    before: Any = encoder(ids, segments)
+    for place in (0, 15):
+        after: Any = encoder(ids.at[0, place].set(5), segments)
+        assert np.abs(np.asarray(after - before)).max(-1).min() > 1e-6
+    moved: Any = encoder(ids[:, ::-1], segments)
+    assert np.abs(np.asarray(moved[:, ::-1] - before)).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_it_trains_and_resumes(tmp_path: Path) -> None:
+    whole = plain(tmp_path, "name=whole", "train.steps=8", "train.checkpoint_every=4")
+    outcome = resumes_bit_for_bit(whole, whole.model_copy(update={"name": "stopped"}))
+    assert outcome.validation_loss is not None
+    assert outcome.validation_loss < np.log(120)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return write_bert(tmp_path)
+
+
+def test_sizes_follow_from_data(config_file: Path) -> None:
+    config = bert_config(config_file)
+    assert config.model.vocab == 120
+    assert config.context == config.longest == 16
+    assert config.loss_unit == "hidden token"
+    asked = bert_config(config_file, "data.pairs=next_sentence")
+    assert asked.loss_unit == "hidden token plus nats per pair"
+    assert config.data.predictions == 2
+    assert bert_config(config_file, "data.masking.share=0.01").data.predictions == 1
+
+
+test_what_cannot_be_is_refused = refuses_configs(
+    [
+        ("data.masking.masked=0.95", r"masked and random must not be more than 1 together"),
+        ("data.tokenizer={kind: byte, vocab: null, lowercase: false}", "wordpiece or file"),
+        ("data.sequence_length=4", "sequence_length must be at least 5"),
+        ("model.heads=3", "heads must divide width; got heads 3 and width 16"),
+        ("model={positions: rope, heads: 16}", "rope needs an even head size"),
+        ("model.vocab=100", "model.vocab must be at least the 120 ids of the wordpiece"),
+        ("model.context=8", "model.context must be at least data.sequence_length; got 8 and 16"),
+        ("model.mlp_ratio=0.01", "mlp_ratio"),
+        ("precision=scalify_float16", "scalify is for plain models"),
+        ("data.pairs=next_sentences", "did you mean next_sentence"),
+        # What only unitscale has.
+        (
+            [*PLAIN, "precision.policy=fp8"],
+            "policy in FP8 and optimizer.umup need model.library unitscale",
+        ),
+        ([*PLAIN, "data.pairs=next_sentence"], "data.pairs next_sentence needs model.library"),
+        ([*PLAIN, "model.norm_placement=post"], "norm_placement post needs library"),
+        ([*PLAIN, "model.scan=true"], "model: scan true needs library unitscale"),
+    ]
+)

@@ -1,14 +1,16 @@
-"""The plain GPT with FP8 products in its layers, as one recipe of the shared training step."""
+"""Configs of a GPT, and the models built from them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from pydantic import ValidationError
 
+from recipes.config.run import Policy
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.gpt.task import build, load_tokenizer
@@ -16,6 +18,7 @@ from recipes.run.probe import probe
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
 from tests.products import conversions
+from unitscale import nn
 from unitscale.nn import AmaxState
 
 MakeConfig = Callable[..., GPTConfig]
@@ -95,3 +98,30 @@ def test_what_is_computed_again_changes_nothing(make_config: MakeConfig) -> None
         state, values = step(state, ids, np.int32(1))
         taken.append((dict(reading.activations), values, state.params))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, 1e-5, 1e-6), *taken)
+
+
+def test_policies_are_presets_of_the_library() -> None:
+    for policy in get_args(Policy):
+        assert nn.as_policy(policy)
+
+
+def test_config_is_frozen() -> None:
+    config = GPTConfig(name="x")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1
+
+
+@pytest.mark.parametrize("library", ["unitscale", "plain"])
+def test_biases_of_linear_layers(library: str) -> None:
+    """All six linear layers of a Transformer layer have one; the readout has not."""
+    model = {"library": library, "layers": 1, "norm": "layer", "norm_eps": None}
+    optimizer = {"umup": library == "unitscale"}
+    count = {}
+    for bias in (False, True):
+        config = GPTConfig.model_validate(
+            {"name": "x", "model": model | {"bias": bias}, "optimizer": optimizer}
+        )
+        state = nnx.eval_shape(lambda config=config: nnx.state(build(config), nnx.Param))
+        names = [str(path[-1]) for path, _ in nnx.to_flat_state(state)]
+        count[bias] = names.count("bias")
+    assert count[True] - count[False] == 6

@@ -79,6 +79,7 @@ def test_all_products_of_layers_are_in_fp8(folder: Path) -> None:
     assert len(conversions(jax.make_jaxpr(model)(ids), "float8_e4m3fn")) == 14
 
 
+@pytest.mark.slow
 def test_it_learns_resumes_and_writes_a_folder(folder: Path) -> None:
     config: RunConfig = make(folder, "name=whole")
     outcome = resumes_bit_for_bit(config, make(folder, "name=stopped"))

@@ -1,3 +1,5 @@
+"""The GPT of `unitscale.nn`: gradients, roles of parameters, and documents."""
+
 import itertools
 from typing import Any
 
@@ -36,20 +38,6 @@ MODELS: dict[str, dict[str, Any]] = {
 def make(options: dict[str, Any], policy: Any = "float32") -> GPT:
     shape = {"vocab": 11, "width": 8, "layers": 2, "heads": 4, "mlp_ratio": 2.0, "context": 8}
     return GPT(GPTModelConfig(**(shape | options)), policy=policy, rngs=nnx.Rngs(0))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_cached_logits_are_the_uncached_ones(name: str) -> None:
-    model = make(MODELS[name])
-    ids = jax.random.randint(jax.random.key(1), (2, 7), 0, 11)
-    uncached = jit(lambda ids: model(ids).value)(ids)
-    step = jit(lambda ids, cache: model(ids, cache=cache))
-    first, cache = step(ids[:, :4], model.init_cache(2, 8))
-    second, _ = step(ids[:, 4:], cache)
-    found = np.concatenate([first.value, second.value], axis=1)
-    # Rounding a few times per layer, relative to logits of RMS below 1.
-    tolerance = 32 * float(jnp.finfo(jnp.float32).eps)
-    np.testing.assert_allclose(found, uncached, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -60,9 +60,11 @@ def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
     (open_run(make_config()) / "metrics.jsonl").touch()
     with pytest.raises(RecipeError, match=r"\n  seed: 0 -> 3\n  train.steps: 6 -> 9\n.*--fresh"):
         open_run(make_config("seed=3", "train.steps=9"))
-    with pytest.raises(RecipeError, match=r"policy: float32 -> float16\n.*--convert to go on"):
-        open_run(make_config("policy=float16"))
-    assert open_run(make_config("policy=float16"), convert=True)
+    with pytest.raises(
+        RecipeError, match=r"precision.policy: float32 -> float16\n.*--convert to go on"
+    ):
+        open_run(make_config("precision.policy=float16"))
+    assert open_run(make_config("precision.policy=float16"), convert=True)
 
 
 def test_a_start_that_failed_binds_nobody(make_config: MakeConfig) -> None:
@@ -105,14 +107,14 @@ def test_only_model_and_formats_matter_to_an_existing_run(make_config: MakeConfi
     folder = open_run(make_config())
     assert existing_run(make_config("data.batch_size=2", "train.steps=5")) == folder
     for word, changed in {
-        "policy=float16": "policy: float32 -> float16",
+        "precision.policy=float16": "precision.policy: float32 -> float16",
         "model.width=8": r"model\.width: 16 -> 8",
-        "scalify={storage: float16}": r"scalify\.storage: None -> float16",
-        "policies={'*.out': bfloat16}": r"policies\.\*\.out: None -> bfloat16",
+        "precision=scalify_float16": r"scalify\.storage: None -> float16",
+        "precision.layers={'*.out': bfloat16}": r"policies\.\*\.out: None -> bfloat16",
     }.items():
         with pytest.raises(RecipeError, match=f"  {changed}\n"):
             existing_run(make_config(word))
-    open_run(make_config("scalify={storage: float16}", "name=other"))
+    open_run(make_config("precision=scalify_float16", "name=other"))
     with pytest.raises(RecipeError, match=r"  scalify\.storage: float16 -> None\n"):
         existing_run(make_config("name=other"))
 

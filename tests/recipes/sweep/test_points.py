@@ -1,10 +1,17 @@
+"""The points of a grid, the rows of their runs, and what is made of them."""
+
+import json
+import math
+import re
 from typing import Any
 
 import pytest
 
 from recipes.charlm.config import CharlmConfig
 from recipes.errors import RecipeError
-from recipes.sweep import make_points
+from recipes.run.folder import ROWS as rows_file
+from recipes.sweep import Row, append_row, by_format, make_points, read_curves, read_rows
+from recipes.sweep._points import report
 
 FORMATS: dict[str, list[Any]] = {
     "model.library": ["plain", "unitscale"],
@@ -42,20 +49,13 @@ def test_every_combination_but_those_left_out() -> None:
     assert [point.settings for point in again] == [point.settings for point in points]
 
 
-def test_numbers_are_those_of_the_grid() -> None:
+def test_values_are_those_of_the_grid_and_a_point_has_words() -> None:
     when = {"optimizer.final_fraction=1e-4": None}
     (point,) = make_points(config({"optimizer.final_fraction": [1e-4, 0.1]}, when))
     assert point.values == {"optimizer.final_fraction": 0.1}
-
-
-def test_words_hold_of_a_section_that_the_grid_lists() -> None:
     grid = {"optimizer.multipliers": [{"bias": 0.1}, {"bias": 0.2}]}
-    when = {"optimizer.multipliers.bias=0.1": {"train.steps": 2}}
-    points = make_points(config(grid, when))
+    points = make_points(config(grid, {"optimizer.multipliers.bias=0.1": {"train.steps": 2}}))
     assert [point.further for point in points] == [{"train.steps": 2}, {}]
-
-
-def test_a_point_in_words() -> None:
     (point,) = make_points(config({"model.kind": ["rnn"], "optimizer.name": ["sgd"]}))
     assert str(point) == "kind=rnn optimizer=sgd"
     assert str(make_points(config({}))[0]) == "base"
@@ -103,4 +103,73 @@ def test_errors(grid, when, message) -> None:
 
 def test_runs_that_a_sweep_does_not_do() -> None:
     with pytest.raises(RecipeError, match=r"got mesh or monitor; set both null"):
-        make_points(config({}, precision={"policy": "fp8", "monitor": 0.1}))
+        make_points(config({}, policy="fp8", monitor={}))
+
+
+ROWS = [
+    Row({"model.kind": "rnn"}, 0.25, 0, 2.5),
+    Row({"model.kind": "rnn"}, 1.0, 1, math.inf),
+    Row({"model.kind": "conv"}, 1.0, 0, None, "MemoryError: too large"),
+]
+
+
+def test_rows_come_back_as_they_were(tmp_path) -> None:
+    assert read_rows(tmp_path) == []
+    for row in ROWS:
+        append_row(tmp_path, row)
+    assert read_rows(tmp_path) == ROWS
+    for line in (tmp_path / rows_file).read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # no Infinity: JSON for any reader
+
+
+def test_a_row_that_a_crash_cut_short_costs_that_row_alone(tmp_path) -> None:
+    append_row(tmp_path, ROWS[0])
+    with (tmp_path / rows_file).open("ab") as file:
+        file.write(b'\xff{"point": {"mod')
+    assert read_rows(tmp_path) == ROWS[:1]
+    append_row(tmp_path, ROWS[1])
+    assert read_rows(tmp_path) == ROWS[:2]
+
+
+@pytest.mark.parametrize("changes", [{"loss": "x"}, {"point": 3}, {"step": 1}], ids=str)
+def test_another_file_of_that_name(tmp_path, changes) -> None:
+    (tmp_path / rows_file).write_text(json.dumps(ROWS[0]._asdict() | changes) + "\n")
+    with pytest.raises(RecipeError, match=r"rows\.jsonl line 1: expected a row .*move the file"):
+        read_rows(tmp_path)
+
+
+def test_the_best_rate_counts_and_the_mean_over_seeds(tmp_path) -> None:
+    settings = config({"model.kind": ["conv", "rnn"], **FORMATS})
+    sweep = settings.sweep.model_copy(update={"seeds": [0, 1]})
+    points = make_points(settings.model_copy(update={"sweep": sweep}))
+    for point in points:
+        library, policy = point.values["model.library"], point.values["policy"]
+        loss = {"float32": 2.0, "float16": 2.5, "fp8": 2.25}[policy]
+        if (point.values["model.kind"], library, policy) == ("rnn", "plain", "float16"):
+            loss = float("inf")
+        rows = [(rate, seed, loss + more) for rate, seed, more in ((0.4, 0, 0.0), (0.4, 1, 1.0))]
+        rows += [(0.1, 0, loss + 1.0), (0.1, 1, loss + 1.0)]
+        rows += [(9.0, 0, 0.5), (9.0, 1, None)]  # the other seed failed
+        for rate, seed, found in rows:
+            append_row(tmp_path, Row(point.settings, rate, seed, found))
+    curves = read_curves([*points], tmp_path)
+    assert curves[0].losses == {0.1: 3.0, 0.4: 2.5}
+    assert (curves[0].best, curves[0].least) == (0.4, 2.5)
+    best = by_format(curves)
+    assert best["kind=conv"]["plain", "float32"] == 2.5
+    assert best["kind=rnn"]["plain", "float16"] == float("inf")
+    text = report(points, tmp_path)
+    assert text[0].startswith("plain float16: 1 of 2 models diverge; over float32, mean +0.5000")
+    assert text[2].startswith("unitscale fp8: 0 of 2 models diverge; over float32, mean +0.2500")
+    table = (tmp_path / "results.md").read_text()
+    assert re.search(r"kind=rnn \| inf \| 2\.5000 \| 3\.0000 \| 2\.5000 \| 2\.7500", table), table
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_grid_without_formats_or_rows_has_a_table(tmp_path) -> None:
+    points = make_points(config({"model.width": [8, 16]}))
+    assert report(points, tmp_path) == [f"results in {tmp_path}"]
+    append_row(tmp_path, Row(points[0].settings, 0.5, 0, 2.0))
+    report(points, tmp_path)
+    assert "width=8 | 2.0000" in (tmp_path / "results.md").read_text()
+    assert (tmp_path / "curves.png").exists()

@@ -3,14 +3,23 @@
 import io
 import math
 
+import jax
+import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from rich.console import Console
 
 from recipes.cli import main
+from recipes.config import RunConfig
 from recipes.errors import RecipeError
+from recipes.run.evaluate import make_evaluation, mean_loss
 from recipes.run.folder import locked
 from recipes.run.pool import each
+from recipes.run.recipe import recipe_of
+from recipes.run.state import init_state
+from recipes.run.step import advance, make_train_step
 from recipes.sweep import _sweep as module, append_row, read_rows, sweep
+from recipes.sweep._sweep import Trials, missing
 from recipes.train import train
 
 from ..characters import make, write
@@ -169,3 +178,97 @@ def test_errors_of_the_command(tmp_path, capsys) -> None:
     assert "model.kid is not a key of the config; did you mean model.kind?" in (
         capsys.readouterr().err
     )
+
+
+@settings(max_examples=30)
+@given(best=st.integers(-9, 9), rates=st.integers(3, 6), known=st.sets(st.integers(-9, 9)))
+def test_the_best_rate_is_found_and_bracketed_wherever_it_is(best, rates, known) -> None:
+    """Whatever is known before, nothing is trained twice or far beyond the best."""
+
+    def loss(place: int) -> float:
+        # Above the best the loss soon diverges, as it does with learning rates.
+        return math.inf if place > best + 2 else (place - best) ** 2
+
+    losses, trained = {place: loss(place) for place in known}, []
+    while places := missing(losses, rates, 8):
+        trained += places
+        losses |= {place: loss(place) for place in places}
+    assert min(losses, key=lambda place: losses[place]) == best
+    assert {best - 1, best, best + 1} <= set(losses)
+    assert not known & set(trained)
+    assert len(trained) == len(set(trained))
+    assert set(trained) <= set(range(-abs(best) - rates - 1, abs(best) + rates + 2))
+
+
+def test_divergence_everywhere_looks_below() -> None:
+    found = {-1: math.inf, 0: math.inf, 1: math.inf}
+    assert missing(found, 3, 2) == [-4, -3, -2]
+    assert missing(found | {-4: 1.0, -3: 2.0, -2: math.inf}, 3, 2) == []
+
+
+@settings(max_examples=20)
+@given(rates=st.integers(3, 6), rounds=st.integers(1, 5))
+def test_the_number_of_rounds_bounds_a_search_without_an_optimum(rates, rounds) -> None:
+    losses: dict[int, float] = {}
+    while places := missing(losses, rates, rounds):
+        losses |= {place: -float(place) for place in places}
+    low = -(rates // 2)
+    assert sorted(losses) == list(range(low, low + rates * rounds))
+
+
+def test_a_round_that_was_cut_short_is_finished_first() -> None:
+    assert missing({0: 1.0}, 5, 3) == [-2, -1, 1, 2]
+    assert missing({-1: 3.0, 0: 2.0, 1: 1.0, 3: 4.0}, 3, 3) == [2, 4]
+
+
+def alone(config: RunConfig, rate: float, seed: int) -> float:
+    """The validation loss of a run of its own."""
+    optimizer = config.optimizer.model_copy(update={"learning_rate": rate})
+    config = config.model_copy(update={"seed": seed, "optimizer": optimizer})
+    graphdef, rule, state = init_state(config)
+    data, steps = recipe_of(config).load_data(config), config.train.steps
+    step = make_train_step(graphdef, rule, settings=config.optimizer)
+    state = advance(step, state, data.training(seed), 0, steps)
+    batches = data.validation(config.train.eval_batches)
+    return mean_loss(make_evaluation(graphdef), state.params, state.rest, batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["attention", "conv"])
+def test_runs_of_all_rates_and_seeds(kind, tmp_path) -> None:
+    config = make(tmp_path, model={"kind": kind}, train={"eval_batches": 2})
+    trials, compiled = Trials(config), []
+    step = trials._step
+    trials._step = lambda *args: compiled.append(step.lower(*args).as_text()) or step(*args)
+    # Convolutions on a CPU are not batched: see there.
+    batched = kind != "conv" or jax.default_backend() != "cpu"
+    assert trials._together == (3 if batched else 1)
+    found = [*trials([0.01, 0.1, 1e30], 0), *trials([0.1], 1)]
+    assert len(set(compiled)) == 1
+    assert found[2] == math.inf
+    expected = [alone(config, rate, seed) for rate, seed in ((0.01, 0), (0.1, 0), (0.1, 1))]
+    np.testing.assert_allclose([*found[:2], found[3]], expected, rtol=1e-5)
+    assert abs(found[1] - found[0]) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"umup": False, "name": "adamw", "weight_decay": 0.1, "clip_norm": 0.5},
+        {"name": "adamw", "weight_decay": 0.1, "warmup_steps": 1, "schedule": "cosine"},
+        {
+            "name": "adamw",
+            "weight_decay": 0.1,
+            "weights": "float16",
+            "moments": ["float8_e4m3fn", "float16"],
+        },
+    ],
+    ids=["plain", "u-muP", "few bits"],
+)
+def test_a_rate_is_the_optimizer_s_own(optimizer, tmp_path) -> None:
+    """It moves neither the decay of u-muP nor the norm at which gradients are clipped."""
+    library = "unitscale" if optimizer.get("umup", True) else "plain"
+    config = make(tmp_path, model={"library": library}, optimizer=optimizer)
+    (found,) = Trials(config)([0.03], 0)
+    np.testing.assert_allclose(found, alone(config, 0.03, 0), rtol=1e-5)

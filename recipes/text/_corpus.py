@@ -6,7 +6,7 @@ decides. Validation reads the end of the text once, in windows that do not overl
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,12 +15,45 @@ import numpy as np
 from ..batches import Data, Examples
 from ..config import DataConfig
 from ..errors import RecipeError
-from ._sources import describe_sources
-from ._tokenizer import ByteTokenizer, Tokenizer
-from ._tokens import tokenize
-from ._vocabulary import open_tokenizer, save_tokenizer
+from ._sources import cache_key, cached, documents
+from ._tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, save_tokenizer, token_dtype
 
+_BATCH = 4 * 2**20  # characters that are encoded together
 _MEASURED = 2**20  # tokens whose text is measured
+
+
+def tokenize(config: DataConfig, tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens (tokens,) of a config's documents, mapped from a file of the cache.
+
+    Each document ends with the tokenizer's `eos`; without one, rows end with a newline, and files
+    follow one another as they are. The ids are uint8, uint16 or uint32.
+    """
+    dtype = token_dtype(tokenizer.vocab)
+    end = np.array([] if tokenizer.eos is None else [tokenizer.eos], dtype)
+
+    def build(path: Path) -> None:
+        with path.open("wb") as file:
+            for texts in _batches(config, tokenizer):
+                for ids in tokenizer.encode_many(texts):
+                    file.write(np.append(ids, end).astype(dtype).tobytes())
+
+    key = cache_key(config, {"tokenizer": tokenizer.identity})
+    path = cached(config, f"tokens-{key}", build)
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def _batches(config: DataConfig, tokenizer: Tokenizer) -> Iterator[list[str]]:
+    texts: list[str] = []
+    characters = 0
+    for text, is_row in documents(config):
+        texts.append(f"{text}\n" if is_row and tokenizer.eos is None else text)
+        characters += len(text)
+        if characters >= _BATCH:
+            yield texts
+            texts, characters = [], 0
+    if texts:
+        yield texts
 
 
 @dataclass(frozen=True)
@@ -41,15 +74,7 @@ class _Windows:
 
 @dataclass(frozen=True)
 class Corpus(Data):
-    """Tokens for training and validation, and the batches cut from them.
-
-    Args:
-      train_tokens: Ids (tokens,).
-      validation_tokens: Ids (tokens,).
-      sequence_length: Inputs of a window; it has one token more.
-      batch_size: Windows of a batch, over all processes.
-      tokenizer: Of the ids.
-    """
+    """Tokens (tokens,) for training and validation, and the batches of windows cut from them."""
 
     train_tokens: np.ndarray
     validation_tokens: np.ndarray
@@ -88,13 +113,9 @@ class Corpus(Data):
 
 @dataclass(frozen=True)
 class Mixture(Data):
-    """Several texts, of which a batch has windows in given shares.
+    """Several texts, of which a batch has windows in the shares of their weights.
 
     Validation reads all their windows, whatever the shares.
-
-    Args:
-      corpora: The texts, in windows of one length and of one tokenizer.
-      weights: Of each, above 0.
     """
 
     corpora: Sequence[Corpus]
@@ -122,54 +143,39 @@ class Mixture(Data):
 
     @functools.cached_property
     def digest(self) -> str:
-        parts = [
-            f"{corpus.digest} {weight}"
-            for corpus, weight in zip(self.corpora, self.weights, strict=True)
-        ]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        pairs = zip(self.corpora, self.weights, strict=True)
+        parts = "\n".join(f"{corpus.digest} {weight}" for corpus, weight in pairs)
+        return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
         self.corpora[0].save(folder)
 
     def examples(self, *, training: bool) -> Sequence[Examples]:
         """Those of each text, with its weight."""
-        pairs = zip(self.corpora, self.weights, strict=True)
         return [
             examples._replace(weight=weight)
-            for corpus, weight in pairs
+            for corpus, weight in zip(self.corpora, self.weights, strict=True)
             for examples in corpus.examples(training=training)
         ]
 
 
-def load_corpus(
-    config: DataConfig,
-    tokenizer: Tokenizer | None = None,
-    say: Callable[[str], None] = print,
-) -> Corpus | Mixture:
-    """Tokenizes the text of a config, or finds its tokens in the cache, and splits them.
+def load_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus | Mixture:
+    """Tokenizes the text or the mixture of a config, or finds its tokens in the cache.
 
-    Returns:
-      The corpus, or the mixture of those of `config.mixture`. Validation is the last
-      `validation_fraction` of the tokens of each text.
-
-    Raises:
-      RecipeError: The text is missing, empty, not UTF-8, malformed, shorter than one sequence, or
-        has fewer sequences than a batch; or the cache cannot be written.
+    Validation is the last `validation_fraction` of the tokens of each text.
     """
-    tokenizer = open_tokenizer(config, say) if tokenizer is None else tokenizer
+    tokenizer = open_tokenizer(config) if tokenizer is None else tokenizer
+    corpora = [_load_text(text, tokenizer) for text in config.texts]
     if config.mixture is None:
-        return _load_text(config, tokenizer, say)
-    corpora = [_load_text(text, tokenizer, say) for text in config.texts]
+        return corpora[0]
     return Mixture(corpora, list(config.mixture.values()))
 
 
-def _load_text(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None]) -> Corpus:
-    tokens = tokenize(config, tokenizer, say)
+def _load_text(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    tokens = tokenize(config, tokenizer)
     split = tokens.size - round(tokens.size * config.validation_fraction)
-    parts = tokens[:split], tokens[split:]
-    corpus = Corpus(*parts, config.sequence_length, config.batch_size, tokenizer)
-    source = describe_sources(config)
-    length = config.sequence_length
+    parts, length = (tokens[:split], tokens[split:]), config.sequence_length
+    source = config.path or "the Python standard library"
     for part, part_tokens in zip(("training", "validation"), parts, strict=True):
         if part_tokens.size < length + 1:
             raise RecipeError(
@@ -184,4 +190,4 @@ def _load_text(config: DataConfig, tokenizer: Tokenizer, say: Callable[[str], No
             f"data.batch_size: expected at most the {sequences} sequences of {length} tokens that "
             f"{source} has for training; got {config.batch_size}; use more text or a smaller batch"
         )
-    return corpus
+    return Corpus(*parts, length, config.batch_size, tokenizer)

@@ -1,0 +1,322 @@
+"""Tokens are made once; each window comes once per epoch, as seed and position alone decide."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipes import train as train_module
+from recipes.config import DataConfig
+from recipes.errors import RecipeError
+from recipes.text import (
+    ByteTokenizer,
+    Corpus,
+    Mixture,
+    _corpus,
+    _tokenizer,
+    cache_folder,
+    documents,
+    load_corpus,
+    open_tokenizer,
+    tokenize,
+)
+
+from ..conftest import TEXT
+from ..masked import bert_config, write_bert
+from ..runs import timeless
+
+TEXTS = {"a": 400, "b": 900, "c": 250}
+WEIGHTS = (5.0, 2.0, 1.0)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text(TEXT, encoding="utf-8")
+    (tmp_path / "text" / "b.txt").write_text("naïve €", encoding="utf-8")
+    rows = "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(3))
+    (tmp_path / "text" / "c.jsonl").write_text(rows, encoding="utf-8")
+    return DataConfig(path=str(tmp_path / "text"), cache_dir=str(tmp_path / "cache"))
+
+
+def changed(config: DataConfig, **settings: Any) -> DataConfig:
+    return DataConfig.model_validate({**config.model_dump(), **settings})
+
+
+class Counting(ByteTokenizer):
+    """Counts how often texts were encoded."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def encode_many(self, texts: Any) -> list[np.ndarray]:
+        self.calls += 1
+        return super().encode_many(texts)
+
+
+def test_bytes_are_the_files_and_rows_are_lines(config: DataConfig) -> None:
+    tokens = tokenize(config, ByteTokenizer())
+    expected = TEXT + "naïve €" + "row 0\nrow 1\nrow 2\n"
+    assert tokens.tobytes() == expected.encode()
+    assert tokens.dtype == np.uint8
+    assert isinstance(tokens, np.memmap)
+
+
+@pytest.mark.parametrize("batch", [1, 10**7])
+def test_documents_end_with_eos(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    monkeypatch.setattr(_corpus, "_BATCH", batch)
+    config = changed(config, tokenizer={"kind": "bpe", "vocab": 300})
+    tokenizer = open_tokenizer(config)
+    tokens = tokenize(config, tokenizer)
+    assert tokens.dtype == np.uint16
+    ends = np.flatnonzero(tokens == tokenizer.eos)
+    assert ends[-1] == tokens.size - 1
+    parts = np.split(tokens, ends[:-1] + 1)
+    texts = [text for text, _ in documents(config)]
+    assert [tokenizer.decode(part[:-1]) for part in parts] == texts
+
+
+def test_the_cache_is_keyed_by_the_bytes_that_are_read(config: DataConfig) -> None:
+    tokenizer, folder = Counting(), Path(str(config.path))
+    before = tokenize(config, tokenizer)
+    np.testing.assert_array_equal(tokenize(config, tokenizer), before)
+    tokenize(changed(config, batch_size=3, sequence_length=7), tokenizer)
+    facts = (folder / "b.txt").stat()
+    os.utime(folder / "b.txt")
+    moved = changed(config, path=str(folder.rename(folder.with_name("moved"))))
+    tokenize(moved, tokenizer)
+    assert tokenizer.calls == 1
+    for count, settings in enumerate(
+        ({"max_bytes": 30}, {"pattern": "*.txt"}, {"documents": "line"}, {"format": "text"}), 2
+    ):
+        after = tokenize(changed(moved, **settings), tokenizer)
+        assert tokenizer.calls == count
+        assert after.size != before.size or "documents" in settings
+    file = Path(str(moved.path)) / "b.txt"
+    file.write_text("NAÏVE €", encoding="utf-8")  # as many bytes, at the same time
+    os.utime(file, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert "NAÏVE €".encode() in tokenize(moved, tokenizer).tobytes()
+
+
+def test_a_cache_is_complete_or_not_there(config: DataConfig, tmp_path: Path) -> None:
+    class Failing(ByteTokenizer):
+        def encode_many(self, texts: Any) -> Iterator[np.ndarray]:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(RecipeError, match=r"data\.cache_dir: cannot write .*No space left"):
+        tokenize(config, Failing())
+    assert {path.suffix for path in cache_folder(config).iterdir()} == {".lock"}
+    tokenizer = Counting()
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: tokenize(config, tokenizer), range(4)))
+    assert tokenizer.calls == 1
+    for tokens in made:
+        np.testing.assert_array_equal(tokens, made[0])
+    # What a killed process left is written over.
+    (path,) = (path for path in cache_folder(config).iterdir() if path.suffix != ".lock")
+    path.rename(path.with_name(f"{path.name}.tmp")).write_bytes(b"cut")
+    np.testing.assert_array_equal(tokenize(config, tokenizer), made[0])
+    assert [p for p in cache_folder(config).iterdir() if p.suffix != ".lock"] == [path]
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match=r"data\.cache_dir: cannot write .*/file/"):
+        tokenize(changed(config, cache_dir=str(tmp_path / "file" / "x")), ByteTokenizer())
+
+
+def test_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(DataConfig()) == tmp_path / "unitscale"
+
+
+def corpus(size: int = 120, *, length: int = 5, batch: int = 4) -> Corpus:
+    tokens = np.arange(size, dtype=np.uint8)
+    return Corpus(tokens[:-20], tokens[-20:], length, batch)
+
+
+def take(batches: Any, count: int) -> np.ndarray:
+    return np.stack([next(batches) for _ in range(count)])
+
+
+def test_an_epoch_has_each_window_once_and_the_next_another_order() -> None:
+    small = corpus(size=20 + 13, batch=4)  # 13 training tokens: 8 windows of 6
+    batches = take(small.training(3), 6)
+    assert batches.dtype == np.int32
+    assert (np.diff(batches, axis=-1) == 1).all()
+    epochs = batches[..., 0].reshape(3, 8)
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(8))
+    assert any((epochs[0] != epoch).any() for epoch in epochs[1:])
+    assert next(corpus(batch=1).training(0)).shape == (1, 6)
+
+
+def test_the_seed_decides_the_order() -> None:
+    one, same, other = (take(corpus().training(seed), 5) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert (one != other).any()
+    assert take(corpus().training(2**40 + 1), 1).shape == (1, 4, 6)
+
+
+def mixture_config(folder: Path, **settings: Any) -> DataConfig:
+    """Texts of one letter each."""
+    for name, size in TEXTS.items():
+        (folder / f"{name}.txt").write_text(name * size, encoding="utf-8")
+    paths = (str(folder / f"{name}.txt") for name in TEXTS)
+    keys = {"sequence_length": 16, "batch_size": 8, "cache_dir": str(folder / "cache")} | settings
+    return DataConfig(mixture=dict(zip(paths, WEIGHTS, strict=True)), **keys)
+
+
+def mixture(folder: Path) -> Mixture:
+    found = load_corpus(mixture_config(folder))
+    assert isinstance(found, Mixture)
+    return found
+
+
+@pytest.mark.parametrize("make", [lambda _: corpus(), mixture], ids=["one", "mixture"])
+def test_a_position_is_resumed_and_a_batch_shared(
+    tmp_path: Path, make: Callable[[Path], Corpus | Mixture]
+) -> None:
+    data = make(tmp_path)
+    batches = data.training(0)
+    whole = take(batches, 5)
+    position = batches.get_state()
+    expected = take(batches, 40)  # past the end of the epoch
+    again = data.training(0)
+    again.set_state(position)
+    np.testing.assert_array_equal(take(again, 40), expected)
+    for processes in (2, 4):
+        shares = [
+            take(data.training(0, process=i, processes=processes), 5) for i in range(processes)
+        ]
+        together = np.concatenate(shares, axis=1)
+        assert shares[0].shape[1] == data.batch_size // processes
+        np.testing.assert_array_equal(np.sort(together[..., 0]), np.sort(whole[..., 0]))
+    with pytest.raises(ValueError, match="batch_size"):
+        data.training(0, process=0, processes=3)
+
+
+def test_validation_is_the_end_of_the_text_without_overlap() -> None:
+    made = corpus(batch=2)
+    batches = list(made.validation())
+    starts = np.concatenate(batches)[:, 0]
+    assert set(starts) <= {100, 105, 110}
+    assert len(set(starts)) == 2
+    np.testing.assert_array_equal(np.concatenate(batches), np.concatenate(list(made.validation())))
+    assert len(list(made.validation(1))) == 1
+    assert next(corpus(batch=50).validation()).shape == (3, 6)
+
+
+def test_each_batch_of_a_mixture_has_the_shares_that_were_asked_for(tmp_path: Path) -> None:
+    data = mixture(tmp_path)
+    for batch in take(data.training(0), 50):  # many epochs of every text
+        assert (batch == batch[:, :1]).all()  # a window is of one text
+        assert [int((batch[:, 0] == ord(name)).sum()) for name in TEXTS] == [5, 2, 1]
+    windows = np.concatenate(list(data.validation()))
+    counts = {name: int((windows[:, 0] == ord(name)).sum()) for name in TEXTS}
+    # The last tenth: 40, 90 and 25 tokens, of which 39, 89 and 24 have a target; batches of 8.
+    assert counts == {"a": 2, "b": 5, "c": 1}
+    assert data.summary == "1,395 training tokens of 3 texts"
+
+
+def test_a_tokenizer_reads_all_texts_of_a_mixture(tmp_path: Path) -> None:
+    config = mixture_config(tmp_path, tokenizer={"kind": "bpe", "vocab": 300}, max_bytes=100)
+    assert [text for text, _ in documents(config)] == [name * 100 for name in TEXTS]
+    tokenizer = open_tokenizer(config)
+    assert all(tokenizer.encode(name * 64).size < 40 for name in TEXTS)
+    # The first 100 bytes of each text are not those of all in one folder.
+    trained = len(list((tmp_path / "cache").glob("*.json")))
+    keys = {"pattern": "*.txt", "mixture": None, "path": str(tmp_path)}
+    open_tokenizer(changed(config, **keys))
+    assert len(list((tmp_path / "cache").glob("*.json"))) == trained + 1
+
+
+def test_a_digest_tells_texts_splits_and_weights_apart(tmp_path: Path) -> None:
+    tokens, config = np.arange(50, dtype=np.uint8), mixture_config(tmp_path)
+    assert config.mixture is not None
+    even = config.model_copy(update={"mixture": dict.fromkeys(config.mixture, 1.0)})
+    found = [
+        *(Corpus(tokens[:a], tokens[b:c], 4, 2) for a, b, c in ((40, 40, 50), (41, 41, 50))),
+        Corpus(tokens[:40], tokens[39:49], 4, 2),
+        *(load_corpus(one) for one in (config, even)),
+    ]
+    assert len({one.digest for one in found}) == 5
+
+
+class Words:
+    """A tokenizer whose token i is a word of i + 1 letters, two bytes each."""
+
+    def decode(self, ids: Any) -> str:
+        return "".join("é" * (i + 1) for i in np.asarray(ids))
+
+
+def test_the_size_of_tokens_is_that_of_their_text() -> None:
+    tokens = np.array([0, 1, 2, 3, 0, 0])
+    words: Any = Words()
+    one, other = Corpus(tokens, tokens, 2, 1, words), Corpus(tokens, tokens[:2], 2, 1, words)
+    assert one.token_size == 2 * 12 / 6
+    assert Mixture([one, other], [1.0, 9.0]).token_size == (6 * 4 + 2 * 3) / 8
+    assert corpus().token_size is None  # bytes
+
+
+# length of the text, sequence length, batch, and what the message has to say
+WRONG = [
+    (40, 64, 1, r"data\.sequence_length: one sequence needs 65 tokens.*has 36 of the 40 tokens"),
+    (300, 64, 1, r"the validation part of .* has 30 of the 300 tokens; use more text"),
+    (900, 64, 16, r"data\.batch_size: expected at most the 12 sequences of 64 .*; got 16"),
+    (650, 64, 9, None),
+]
+
+
+@pytest.mark.parametrize(("size", "length", "batch", "message"), WRONG)
+def test_too_little_text(
+    tmp_path: Path, size: int, length: int, batch: int, message: str | None
+) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("x" * size, encoding="utf-8")
+    config = DataConfig(path=str(path), sequence_length=length, batch_size=batch)
+    if message is None:
+        data = load_corpus(config)
+        assert next(data.training(0)).shape == (9, 65)
+        assert next(data.validation()).shape == (1, 65)
+    else:
+        with pytest.raises(RecipeError, match=message):
+            load_corpus(config)
+
+
+def test_mixtures_that_cannot_be(tmp_path: Path) -> None:
+    for keys in (
+        {"path": "x.txt", "mixture": {"a": 1.0}},
+        {"mixture": {}},
+        {"mixture": {"a": 0.0}},
+    ):
+        with pytest.raises(ValueError, match="mixture"):
+            DataConfig.model_validate(keys)
+    config = mixture_config(tmp_path)
+    (tmp_path / "c.txt").unlink()
+    with pytest.raises(RecipeError, match=r"data\.path: .*c\.txt"):
+        load_corpus(config)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_own_tokenizer_and_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = bert_config(write_bert(tmp_path))
+    first = train_module.train(config)
+    expected = timeless(first.folder)
+    shutil.rmtree(first.folder / "checkpoints" / "6")
+    shutil.rmtree(tmp_path / "cache")
+    os.utime(tmp_path / "text.txt")
+    monkeypatch.setattr(_tokenizer, "train_tokenizer", lambda config: pytest.fail("trained again"))
+    again = train_module.train(config)
+    assert again == first
+    assert timeless(first.folder) == expected
+    (tmp_path / "text.txt").write_text((tmp_path / "text.txt").read_text("utf-8")[::-1], "utf-8")
+    with pytest.raises(RecipeError, match=r"is not what .* was trained on"):
+        train_module.train(config)
