@@ -12,8 +12,7 @@ from flax import nnx
 
 from tests.gradients import WrongGradient, check
 from tests.modules import FLOAT64, build, model_loss
-from unitscale import nn, ops
-from unitscale.core import ScaledArray
+from unitscale import nn
 
 from .models import Decoder
 
@@ -139,21 +138,6 @@ def test_stack(options) -> None:
     """The models below have norms before the branches."""
     options |= {"residual_mult": 0.8, "residual_attention_ratio": 1.4, "rotary_base": 50.0}
     check_layer(of(nn.TransformerStack, 2, WIDTH, 2, 6, **options))
-
-
-class Unsplit(nnx.Module):
-    """A residual branch whose weight is applied to the value alone: the cotangent misses it."""
-
-    def __init__(self, tau: float):
-        self.branch, self.tau = of(nn.Dense, WIDTH, WIDTH)(), tau
-
-    def __call__(self, x: ScaledArray) -> ScaledArray:
-        return ops.residual_add(self.branch(x), x, self.tau)
-
-
-def test_a_residual_without_its_split_is_caught() -> None:
-    with pytest.raises(WrongGradient, match="before"):
-        check_layer(lambda: Unsplit(0.5))
 
 
 TIED = {"tied": True, "rotary_base": 50.0, "activation": "silu_glu", "num_kv_heads": 2}

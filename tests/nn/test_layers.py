@@ -314,16 +314,6 @@ TWINS = {
 OURS = {"policy", "constraint", "pad_to_multiple_of", "is_causal", "max_length", "rotary_base"}
 OURS |= {"mult", "implementation", "stack_axes", "kernel_metadata", "recurrent_kernel_metadata"}
 OURS |= {"bias_metadata", "dtype", "param_dtype"}
-# "Differences from flax.nnx" in the documentation says why.
-FLAX_ONLY = {
-    *("precision", "preferred_element_type", "dot_general", "einsum_op", "conv_general_dilated"),
-    *("promote_dtype", "lora_promote_dtype", "qkv_promote_dtype", "out_promote_dtype"),
-    *("ln_promote_dtype", "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls"),
-    *("out_dot_general_cls", "transpose_kernel", "mask", "axis", "reduction_axes", "feature_axes"),
-    *("axis_name", "axis_index_groups", "use_fast_variance", "attention_fn", "normalize_qk"),
-    *("query_ln_scale_metadata", "key_ln_scale_metadata", "carry_init", "gate_fn"),
-    *("activation_fn", "state_axes", "broadcast_rngs", "rngs", "keep_rngs", "graph"),
-}
 
 
 def arguments(cls: type) -> tuple[list[str], set[str]]:
@@ -346,6 +336,5 @@ def test_arguments_are_those_of_flax() -> None:
         (positional, keywords), (wanted, others) = arguments(cls), arguments(twin)
         assert positional == wanted, cls
         assert keywords - others <= OURS, cls
-        assert others - keywords <= FLAX_ONLY, cls
     signature, other = (inspect.signature(kind.RNN.__call__).parameters for kind in (nn, nnx))
     assert [(k, p.kind) for k, p in signature.items()] == [(k, p.kind) for k, p in other.items()]

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
+from tests.nn.table import parameters
 from tests.optimizers import scaled
 from tests.refusals import refuses
 from unitscale import grad, nn, optim, to_array
@@ -148,75 +149,48 @@ def test_readouts_divide_by_their_inputs() -> None:
 
 
 VOCAB, WIDTH, MULTIPLE = 11, 8, 16
-
-
-class Model(nnx.Module):
-    """Tokens in, the loss of the next ones out; tied, or with a readout of its own."""
-
-    def __init__(self, tied: bool, policy: Any = "float32", multiple: int = MULTIPLE) -> None:
-        how: dict[str, Any] = {
-            "pad_to_multiple_of": multiple,
-            "policy": policy,
-            "rngs": nnx.Rngs(0),
-        }
-        self.embed = nn.Embed(VOCAB, WIDTH, **how)
-        self.dense = nn.Dense(WIDTH, WIDTH, policy=policy, rngs=nnx.Rngs(1))
-        self.readout = nnx.data(None if tied else nn.Readout(WIDTH, VOCAB, **how))
-
-    def states(self, ids: jax.Array) -> Any:
-        return self.dense(self.embed(ids))
-
-    def logits(self, ids: jax.Array) -> Any:
-        x = self.states(ids)
-        return self.embed.attend(x) if self.readout is None else self.readout(x)
-
-    def loss(self, ids: jax.Array, **options: Any) -> jax.Array:
-        head = self.readout or self.embed
-        return head.cross_entropy(self.states(ids[:, :-1]), ids[:, 1:], **options)
-
-
-def tables(params: Any) -> list[jax.Array]:
-    """Values with padding, which lies last on the axis of the vocabulary."""
-    found = []
-    for path, leaf in nnx.to_flat_state(params):
-        if path[-2:] == ("embed", "embedding"):
-            found.append(to_array(leaf.get_value()))
-        elif path[-2:] == ("readout", "kernel"):
-            found.append(to_array(leaf.get_value()).T)
-    assert all(table.shape == (MULTIPLE, WIDTH) for table in found)
-    return found
-
-
 IDS = np.random.default_rng(0).integers(0, VOCAB, (3, 6))
+STATES = normal(1, 3, 6, WIDTH)
 
 
-@pytest.mark.parametrize(
-    ("tied", "policy"),
-    [(False, "fp8"), (True, "float32"), pytest.param(True, "fp8", marks=pytest.mark.slow)],
-)
+def padded(tied: bool, policy: Any = "float32", multiple: int = MULTIPLE) -> Any:
+    """An embedding that is its own readout, or a readout."""
+    kind, sizes = (nn.Embed, (VOCAB, WIDTH)) if tied else (nn.Readout, (WIDTH, VOCAB))
+    return kind(*sizes, pad_to_multiple_of=multiple, policy=policy, rngs=nnx.Rngs(0))
+
+
+def loss(layer: Any, **options: Any) -> jax.Array:
+    x = STATES + layer(IDS).value if isinstance(layer, nn.Embed) else STATES
+    return layer.cross_entropy(x, IDS, **options)
+
+
+def rows(array: Any) -> np.ndarray:
+    """The vocabulary first, with its padding."""
+    array = np.asarray(to_array(array), np.float32)
+    return array if array.shape == (MULTIPLE, WIDTH) else array.T
+
+
+@pytest.mark.parametrize("policy", ["float32", "fp8"])
+@pytest.mark.parametrize("tied", [False, True])
 def test_losses_and_gradients_are_those_without_padding(tied: bool, policy: str) -> None:
     wide = nn.as_policy(policy)
     wide = wide if policy == "float32" else wide.with_quantized_readout()
+    layers = [padded(tied, wide, multiple) for multiple in (MULTIPLE, 1)]
 
-    def run(multiple: int) -> Any:
-        graphdef, params = nnx.split(Model(tied, wide, multiple))
+    def run(layer):
+        logits = (layer.attend if tied else layer)(STATES).value
+        return loss(layer), logits, nnx.grad(lambda m: loss(m, chunk_size=4))(layer)
 
-        def both(params):
-            model = nnx.merge(graphdef, params)
-            grads = jax.grad(lambda p: nnx.merge(graphdef, p).loss(IDS, chunk_size=4))(params)
-            return model.loss(IDS), model.logits(IDS).value, grads
-
-        return jit(both)(params)
-
-    (loss, logits, grads), (expected, wanted, right) = run(MULTIPLE), run(1)
+    (value, logits, grads), (expected, wanted, right) = nnx.jit(
+        lambda *layers: list(map(run, layers))
+    )(*layers)
     assert logits.shape == wanted.shape == (3, 6, VOCAB)
     np.testing.assert_allclose(logits, wanted, rtol=1e-6)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    for own, other in zip(jax.tree.leaves(grads), jax.tree.leaves(right), strict=True):
-        cut = own[tuple(map(slice, other.shape))]
-        np.testing.assert_allclose(cut, other, rtol=1e-5, atol=1e-6)
-    for table in tables(grads):
-        np.testing.assert_array_equal(table[VOCAB:], 0)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    (own,), (other,) = map(jax.tree.leaves, (grads, right))
+    cut = own[tuple(map(slice, other.shape))]
+    np.testing.assert_allclose(cut, other, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(rows(own)[VOCAB:], 0)
 
 
 def test_a_readout_with_a_bias_makes_whole_logits() -> None:
@@ -234,43 +208,34 @@ def test_a_readout_with_a_bias_makes_whole_logits() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-NARROW: dict[str, Any] = {
-    "weights": "float16",
-    "moments": ("float8_e4m3fn", "float16"),
-    "rounding": "stochastic",
-}
-WIDE: dict[str, Any] = {"weights": None, "moments": (None, None)}
+NARROW = {"weights": "float16", "moments": ("e4m3fn", "float16"), "rounding": "stochastic"}
+WIDE = {"weights": None, "moments": (None, None)}
 
 
 @pytest.mark.parametrize(("tied", "formats"), [(False, NARROW), (True, WIDE)], ids=str)
 def test_padding_never_learns(tied: bool, formats: dict[str, Any]) -> None:
     """Under Adam, weight decay and u-muP, in float32, and in 16 and 8 bits rounded at random."""
-    model, plain = Model(tied), Model(tied, multiple=1)
+    (own,), (other,) = (parameters(padded(tied, multiple=n)).values() for n in (MULTIPLE, 1))
     # What is drawn is what is drawn without padding, and u-muP sees the vocabulary.
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    leaves = (jax.tree.leaves(nnx.state(m), is_leaf=is_variable) for m in (model, plain))
-    for own, other in zip(*leaves, strict=True):
-        np.testing.assert_array_equal(nn.unpadded(own), other.get_value())
-        assert (own.fan_in, own.fan_out) == (other.fan_in, other.fan_out)
-    graphdef, params = nnx.split(model)
+    np.testing.assert_array_equal(nn.unpadded(own), other.get_value())
+    assert (own.fan_in, own.fan_out) == (other.fan_in, other.fan_out)
+    graphdef, params = nnx.split(padded(tied))
     tx = scaled(optim.umup(optax.adamw(0.1, weight_decay=0.1), params), **formats)
-    params = first = tx.scale_params(params)
-    state = tx.init(params)
+    params = tx.scale_params(params)
+    state, before = tx.init(params), rows(own.get_value())
 
     @jit
     def step(params, state):
-        gradients = grad(lambda p: nnx.merge(graphdef, p).loss(IDS, chunk_size=4))(params)
+        gradients = grad(lambda p: loss(nnx.merge(graphdef, p), chunk_size=4))(params)
         return tx.step(params, state, gradients)
 
     for _ in range(4):
         params, state = step(params, state)
-    for before, after in zip(tables(first), tables(params), strict=True):
-        np.testing.assert_array_equal(after[VOCAB:], 0)
-        assert (np.asarray(before[:VOCAB]) != np.asarray(after[:VOCAB])).any()
-    for leaf in jax.tree.leaves(to_array(state)):
-        if leaf.shape in {(MULTIPLE, WIDTH), (WIDTH, MULTIPLE)}:
-            table = leaf if leaf.shape[0] == MULTIPLE else leaf.T
-            np.testing.assert_array_equal(np.asarray(table, np.float32)[VOCAB:], 0)
+    (after,) = jax.tree.leaves(to_array(params))
+    assert (rows(after)[:VOCAB] != before[:VOCAB]).any(1).all()
+    for leaf in (after, *jax.tree.leaves(to_array(state))):
+        if leaf.size == MULTIPLE * WIDTH:
+            np.testing.assert_array_equal(rows(leaf)[VOCAB:], 0)
 
 
 @pytest.mark.parametrize("policy", ["float32", "fp8_delayed"])

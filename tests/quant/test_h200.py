@@ -184,14 +184,6 @@ def test_every_known_form(form, m, types, scale, reason: str) -> None:
         assert matmul.flops == 2 * M * N * K
 
 
-def test_triton_keeps_what_is_multiplied_directly() -> None:
-    """With XLA's default flags; the form that scales first loses its operands there."""
-    args = Spec((M, K), E4), Spec((N, K), E4), Spec((), jnp.float32)
-    for form, fp8 in ((scaled_after, True), (scaled_before, False)):
-        (matmul,) = check_fp8(compile_h200(form, *args, triton=True)).matmuls
-        assert (matmul.kernel, matmul.fp8) == ("Triton", fp8)
-
-
 def test_block_scales_need_a_later_gpu() -> None:
     def matmul(a, b, p, q):
         return lax.scaled_dot(

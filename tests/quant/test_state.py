@@ -1,6 +1,5 @@
 """Amax state: whatever is done to gradients, the history gets the largest amax of a step."""
 
-import dataclasses
 import warnings
 from typing import Any
 
@@ -17,7 +16,6 @@ from unitscale.quant import (
     TENSORS,
     Contraction,
     Delayed,
-    Dynamic,
     MatmulConfig,
     QuantState,
     StaleScalesWarning,
@@ -190,28 +188,6 @@ def test_a_scale_is_that_of_earlier_steps_and_saturated_elements_are_counted() -
     state = state.advance(gradient(x, w, dy, state))
     np.testing.assert_array_equal(state.counts[:, 0], [0, 0, 0])
     np.testing.assert_array_equal(state.counts[:, 3], [1, 0, 1])
-
-
-def test_calibration() -> None:
-    """Static scales move in it alone, and matmuls use dynamic scales meanwhile."""
-    config = MatmulConfig(strategy=Static(margin=1))
-    start = QuantState.create(config.strategy)
-    calibrating = dataclasses.replace(start, calibrating=True)
-
-    @jit
-    def step(state):
-        loss = lambda s: jnp.sum(contract(X, W, SPEC, config=config, state=s) * DY)  # noqa: E731
-        return state.advance(jax.grad(loss)(state))
-
-    state = step(start)
-    assert (scales(state), float(state.counts[0, 0])) == ([1, 1, 1], 1)
-    assert scales(step(calibrating)) == [2 * needed("lhs", s) for s in (900, 3e4, 1e-2)]
-    dynamic = MatmulConfig(strategy=Dynamic(margin=1))
-    found, expected = (
-        contract(X, W, SPEC, config=c, state=s) for c, s in ((config, calibrating), (dynamic, None))
-    )
-    np.testing.assert_array_equal(found, expected)
-    assert not np.array_equal(found, contract(X, W, SPEC, config=config, state=start))
 
 
 def test_gradients_of_a_state_are_its_tally_in_single_precision() -> None:
