@@ -73,6 +73,12 @@ def test_no_constraint_is_caught_off_a_cut_edge_and_right_on_one(kind, args) -> 
 
 
 mlp = functools.partial(of, nn.MLP, WIDTH, 8, mult=1.3, dropout_rate=0.2)
+CELLS = {
+    "gru": nn.GRUCell,
+    "lstm": nn.OptimizedLSTMCell,
+    "rhn": nn.RHNCell,
+    "simple": nn.SimpleCell,
+}
 LAYERS: dict[str, Callable[[], Any]] = {
     "dense": of(nn.Dense, WIDTH, 6, constraint="hmean"),
     "readout": of(nn.Readout, WIDTH, 6, use_bias=True, constraint="gmean"),
@@ -88,18 +94,23 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "moe, probabilities": of(
         nn.MoE, WIDTH, 6, experts=4, top_k=3, renormalize=False, activation="silu_glu"
     ),
+    **{name: lambda cell=cell: nn.RNN(of(cell, WIDTH, 3)()) for name, cell in CELLS.items()},
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(name) -> None:
     constants = check_layer(LAYERS[name])
+    items, expected = BATCH * TIME, {}
     if name == "lora":
         # The update's own factors, over those of the value: 4^-1/2, and 2^-1/2 of the rank.
-        items = BATCH * TIME
-        expected = {"lora_a": (4 * 2 / (6 * items)) ** 0.5, "lora_b": (2 / items) ** 0.5}
-        for own, constant in expected.items():
-            assert constants[f"layer.lora.{own}"] == pytest.approx(constant, rel=1e-6)
+        expected = {"lora.lora_a": (4 * 2 / (6 * items)) ** 0.5, "lora.lora_b": (2 / items) ** 0.5}
+    elif name in CELLS:
+        # The factor of batch and steps, over the forward factor of 3 features of state, 4 of input.
+        kernels = {"dense_h.0": 3, "dense_i": WIDTH}
+        expected = {f"cell.{k}.kernel": (n / items) ** 0.5 for k, n in kernels.items()}
+    for own, constant in expected.items():
+        assert constants[f"layer.{own}"] == pytest.approx(constant, rel=1e-6)
 
 
 def cross(layer, h):
