@@ -210,7 +210,7 @@ def samples(seed: int = 1) -> jax.Array:
     return 3 * inputs(8, SIZE, seed=seed)
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_a_calibrated_model_computes_the_same(dtype) -> None:
     """The scales are those of training, and powers of two, so that not one bit differs."""
     model, x = Served(dtype), samples()

@@ -112,7 +112,8 @@ def test_time_major_reverse_lengths_and_directions_do_as_flax() -> None:
         both = nnx.Bidirectional(layer, back)(x)
         apart = jnp.concatenate([y, back(x, reverse=True, keep_order=True).data], -1)
         pairs = (jnp.swapaxes(swapped, 0, 1), y), (turned, again), (carry.data, last)
-        return *pairs, (long.data[:1], short.data), (both, apart)
+        forward = layer(x, keep_order=True).data
+        return *pairs, (long.data[:1], short.data), (both, apart), (forward, y)
 
     for found, wanted in run(x, jnp.asarray(lengths)):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

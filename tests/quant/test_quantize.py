@@ -169,7 +169,7 @@ def test_scales_are_constants_of_the_gradient() -> None:
 
 
 LHS = jnp.asarray([[0.3, 500.0, -3.0, 7e-3]])
-RHS = jnp.asarray([[1.0], [2e4], [0.0], [3.0]])
+RHS = jnp.asarray([[1.0], [2e4], [1e-12], [3.0]])
 
 
 def test_fake_quantization_gives_the_values_of_quantize() -> None:
