@@ -245,6 +245,7 @@ def test_policies_of_a_mixture(policy) -> None:
         assert np.linalg.norm(narrow - exact) < POLICIES[policy] * np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 def test_a_mixture_in_a_transformer() -> None:
     """In place of the MLP of each layer, one by one, or scanned and computed again."""
     mlp = functools.partial(nn.MoE, experts=3, load_balancing=0.1)
