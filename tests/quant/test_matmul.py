@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from recipes.bench.wire import collectives
 from tests.gradients import jit
 from tests.parallel.devices import explicit_mesh, mesh_of
-from tests.products import conversions
+from tests.products import conversions, equations
 from unitscale.core import ScaledArray, is_scaled
 from unitscale.quant import (
     Block,
@@ -392,10 +392,12 @@ def test_chunks_quantize_the_right_operand_once_and_its_gradient_is_wide() -> No
     x, w = jnp.ones((2, 8), jnp.bfloat16), jnp.ones((8, 5), jnp.bfloat16)
     dtypes = [a.dtype.name for a in jax.eval_shape(gradients, w, x)]
     assert dtypes == ["bfloat16", "bfloat16", "float32", "bfloat16"]
-    jaxpr = jax.make_jaxpr(lambda xs, w: [y for y, _ in map(times(w, 3), xs)])(
-        jnp.ones((3, 2, 8)), w
-    )
-    assert sorted(conversions(jaxpr, E4M3)) == [*3 * [(2, 8)], (8, 5)]
+    casts = jax.make_jaxpr(lambda xs, w: [y for y, _ in map(times(w, 3), xs)])
+    assert sorted(conversions(casts([x] * 3, w), E4M3)) == [*3 * [(2, 8)], (8, 5)]
+    # It is transposed for cuBLAS once, outside of the loop over chunks.
+    forward = [jax.make_jaxpr(lambda w, n=n: times(w, n)(x)[0])(w) for n in (3, 1)]
+    counts = [[e.primitive.name for e in equations(j)].count("transpose") for j in forward]
+    assert counts == [1, 0]
     jaxpr = jax.make_jaxpr(lambda x: times(w, 1, forward="bfloat16")(x)[0])(x)
     dots = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     assert [v.aval.dtype.name for v in dots[0].invars] == ["bfloat16"] * 2
