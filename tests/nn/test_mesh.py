@@ -17,36 +17,8 @@ from tests.parallel.devices import explicit_mesh, mesh_of, relative_error
 from unitscale import batch_over, nn, ops
 from unitscale.parallel import param_shardings
 
-X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
-
-
-IDS = np.arange(24).reshape(4, 6) % 8
-
-
-LAYERS: dict[str, Callable[..., Any]] = {
-    "Dense": lambda rngs: nn.Dense(8, 8, rngs=rngs),
-    "Readout": lambda rngs: nn.Readout(8, 8, rngs=rngs),
-    "Conv": lambda rngs: nn.Conv(8, 8, (3,), rngs=rngs),
-    "Einsum": lambda rngs: nn.Einsum("bti,io->bto", (8, 8), (8,), rngs=rngs),
-    "Embed.attend": lambda rngs: nn.Embed(8, 8, rngs=rngs).attend,
-    "LoRALinear": lambda rngs: nn.LoRALinear(8, 8, lora_rank=2, rngs=rngs),
-    "MultiHeadAttention": lambda rngs: nn.MultiHeadAttention(2, 8, rngs=rngs),
-}
-
-
-@pytest.fixture
-def mesh() -> Any:
-    return explicit_mesh(data=2, model=2)
-
-
-def test_a_model_that_was_made_before_the_mesh(mesh: Any) -> None:
-    """Its parameters lie on no mesh, and their gradients are not moved there."""
-    layer = nn.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0))
-    gradient = jax.grad(lambda x, **k: jnp.sum(jnp.sin(layer(x, **k).value)))
-    heads = P("data", None, "model", None)
-    with jax.set_mesh(mesh):
-        found = jax.jit(lambda x: gradient(x, qkv_sharding=heads))(jax.device_put(X, P("data")))
-    np.testing.assert_allclose(found, gradient(X), rtol=1e-5, atol=1e-5)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(4, 6, 8)).astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +61,7 @@ def test_a_stack_brings_weights_to_activations(axes: dict[str, int], scan: bool)
         assert sum(c.kind == "all-to-all" for c in collectives(text)) <= 2
 
 
-RNG = np.random.default_rng(0)
-
-
 BATCH = RNG.normal(size=(8, 6, 8)).astype(np.float32)
-
-
 LABELS = RNG.integers(0, 5, (8, 6))
 
 
@@ -123,13 +90,8 @@ def test_gradients_of_a_model(check: bool) -> None:
         with batch_over("data"):
             return lax.pmean(jax.grad(loss)(params, x, labels), "data")
 
-    mapped = jax.shard_map(
-        checked if check else unchecked,
-        mesh=mesh_of(data=4),
-        in_specs=(P(), P("data"), P("data")),
-        out_specs=P(),
-        check_vma=check,
-    )
+    places = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "check_vma": check}
+    mapped = jax.shard_map(checked if check else unchecked, mesh=mesh_of(data=4), **places)
     found = jax.tree_util.tree_leaves_with_path(jax.jit(mapped)(params, BATCH, LABELS))
     whole = jax.tree.leaves(jax.jit(jax.grad(loss))(params, BATCH, LABELS))
     for (path, ours), expected in zip(found, whole, strict=True):
@@ -174,38 +136,81 @@ def test_a_language_model_on_such_a_mesh(policy: str) -> None:
         np.testing.assert_allclose(ours, whole, rtol=tolerance)
 
 
-PLACES = [P("data", None, "model"), P(None, None, None), P(None, "data", None)]
+LAYERS: dict[str, Callable[..., Any]] = {
+    "Dense": lambda rngs: nn.Dense(8, 8, rngs=rngs),
+    "Readout": lambda rngs: nn.Readout(8, 8, rngs=rngs),
+    "Conv": lambda rngs: nn.Conv(8, 8, (3,), rngs=rngs),
+    "Einsum": lambda rngs: nn.Einsum("bti,io->bto", (8, 8), (8,), rngs=rngs),
+    "Embed.attend": lambda rngs: nn.Embed(8, 8, rngs=rngs).attend,
+    "LoRALinear": lambda rngs: nn.LoRALinear(8, 8, lora_rank=2, rngs=rngs),
+    "MultiHeadAttention": lambda rngs: nn.MultiHeadAttention(2, 8, rngs=rngs),
+}
+
+
+def on_explicit_axes(run: Callable[..., Any]) -> tuple[Any, Any]:
+    """What ``run(x)`` returns on a mesh whose axes are part of types, and on one device."""
+    with jax.set_mesh(explicit_mesh(data=2, model=2)):
+        found = run(jax.device_put(X, P("data")))
+    return found, run(jnp.asarray(X))
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
-    [*((name, PLACES[0]) for name in LAYERS), ("Dense", PLACES[1]), ("Conv", PLACES[2])],
-    ids=str,
+    ("names", "place"),
+    [
+        (tuple(LAYERS), P("data", None, "model")),
+        (("Dense",), P(None, None, None)),
+        (("Conv",), P(None, "data", None)),
+    ],
+    ids=["all", "Dense", "Conv"],
 )
-def test_outputs_lie_where_a_call_asks(mesh: Any, name: str, place: P) -> None:
-    def gradient(x: Any, **options: Any) -> Any:
-        layer = LAYERS[name](nnx.Rngs(0))
+def test_outputs_lie_where_a_call_asks(names: tuple[str, ...], place: P) -> None:
+    def run(x: Any) -> Any:
+        options = {} if jax.typeof(x).sharding.mesh.empty else {"out_sharding": place}
+        layers = [LAYERS[name](nnx.Rngs(0)) for name in names]
 
         def loss(x: Any) -> Any:
-            y = layer(x, **options).value
+            ys = [layer(x, **options).value for layer in layers]
+            return sum(jnp.sum(jnp.sin(y)) for y in ys), ys
+
+        return jax.jit(jax.grad(loss, has_aux=True))(x)
+
+    (dx, ys), (whole, expected) = on_explicit_axes(run)
+    np.testing.assert_allclose(dx, whole, rtol=1e-5, atol=1e-5 * len(names))
+    for y, wanted in zip(ys, expected, strict=True):
+        assert jax.typeof(y).sharding.spec == place
+        np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_and_dropout() -> None:
+    """Their masks are those of one device; parameters lie on no mesh, nor do their gradients."""
+    attention = nn.MultiHeadAttention(2, 8, dropout_rate=0.5, is_causal=True, rngs=nnx.Rngs(0))
+    dropout, key = nn.Dropout(0.5, rngs=nnx.Rngs(0)), jax.random.key(1)
+    graphdef, params, rest = nnx.split(attention, nnx.Param, ...)
+
+    def run(x: Any) -> Any:
+        heads = P("data", None, "model", None)
+        options = {} if jax.typeof(x).sharding.mesh.empty else {"qkv_sharding": heads}
+
+        def loss(params: Any, x: Any) -> Any:
+            layer = nnx.merge(graphdef, params, rest, copy=True)
+            y = dropout(layer(x, rngs=key, **options), rngs=key).value
             return jnp.sum(jnp.sin(y)), y
 
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(x)
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
 
-    (_, expected), whole = gradient(jnp.asarray(X))
-    with jax.set_mesh(mesh):
-        (_, y), dx = gradient(jax.device_put(X, P("data")), out_sharding=place)
-    assert jax.typeof(y).sharding.spec == place
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(dx, whole, rtol=1e-5, atol=1e-5)
+    found, expected = on_explicit_axes(run)
+    assert 0 < np.mean(np.asarray(found[1]) == 0) < 1
+    for ours, whole in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_and_a_converted_layer_lie_where_a_call_asks(mesh: Any) -> None:
+def test_rows_and_a_converted_layer_lie_where_a_call_asks() -> None:
     table, place = nn.Embed(8, 4, rngs=nnx.Rngs(0)), P("data", None, "model")
-    with jax.set_mesh(mesh):
-        y = table(jax.device_put(IDS, P("data")), out_sharding=place)
+    ids = np.arange(24).reshape(4, 6) % 8
+    with jax.set_mesh(explicit_mesh(data=2, model=2)):
+        y = table(jax.device_put(ids, P("data")), out_sharding=place)
         layer = nnx.Linear(X.shape[-1], 8, rngs=nnx.Rngs(0))
         nn.convert(layer, "fp8_dynamic")
         converted = layer(jax.device_put(X, P("data")), out_sharding=place)
     assert jax.typeof(y.data).sharding.spec == jax.typeof(converted).sharding.spec == place
-    np.testing.assert_array_equal(y.value, table(jnp.asarray(IDS)).value)
+    np.testing.assert_array_equal(y.value, table(jnp.asarray(ids)).value)

@@ -1,6 +1,6 @@
-"""Serialization by Flax and jax.export, and models of other libraries under scalify."""
+"""Serialization by Flax, orbax and jax.export, and models of other libraries under scalify."""
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx, serialization
 from flax.training.train_state import TrainState
@@ -17,15 +18,15 @@ import unitscale
 from tests.exported import assert_is_read_again
 from tests.optimizers import scaled
 from unitscale import ScaledArray, as_scaled, nn, scalify, to_array
-from unitscale.nn import KVCache
+
+X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
 
 
-def stepped(seed: int, **options: Any) -> Any:
-    tx = scaled(optax.adamw(1e-2), **options)
-    w = np.random.default_rng(seed).normal(size=(4, 8))
-    params = tx.scale_params({"w": jnp.asarray(w, jnp.float32), "b": jnp.zeros(8)})
-    grads = jax.tree.map(lambda x: x.value, params, is_leaf=lambda x: isinstance(x, ScaledArray))
-    return tx.step(params, tx.init(params), grads)
+def assert_same(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype
+        np.testing.assert_array_equal(a, e)
 
 
 @pytest.mark.parametrize(
@@ -34,37 +35,67 @@ def stepped(seed: int, **options: Any) -> Any:
     ids=["5 bytes", "blocks", "3 bytes"],
 )
 def test_what_is_restored_is_what_was_saved(options: dict[str, Any]) -> None:
-    saved, other = stepped(0, **options), stepped(1, **options)
-    restored = serialization.from_bytes(other, serialization.to_bytes(saved))
-    assert jax.tree.structure(restored) == jax.tree.structure(saved)
-    for a, e in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
-        assert a.dtype == e.dtype
-        np.testing.assert_array_equal(a, e)
+    def stepped(seed: int) -> Any:
+        tx = scaled(optax.adamw(1e-2), **options)
+        w = np.random.default_rng(seed).normal(size=(4, 8))
+        params = tx.scale_params({"w": jnp.asarray(w, jnp.float32), "b": jnp.zeros(8)})
+        is_leaf = lambda x: isinstance(x, ScaledArray)  # noqa: E731
+        grads = jax.tree.map(lambda x: x.value, params, is_leaf=is_leaf)
+        return tx.step(params, tx.init(params), grads)
+
+    saved, other = stepped(0), stepped(1)
+    assert_same(serialization.from_bytes(other, serialization.to_bytes(saved)), saved)
 
 
-@pytest.mark.parametrize("pure", [True, False])
-def test_a_model_with_its_optimizer(pure: bool) -> None:
+def test_a_model_with_its_optimizer() -> None:
     """Delayed scales, and moments that are trees of `nnx.State`; lists have numbers for keys."""
+
+    @nnx.jit
+    def step(model, optimizer):
+        _, grads = nn.value_and_grad(lambda m: jnp.sum(m(jnp.ones((2, 16))) ** 2))(model)
+        optimizer.update(model, grads)
 
     def trained(steps: int) -> Any:
         model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(2)))
         nn.convert(model, "fp8_delayed")
         optimizer = nn.Optimizer(model, scaled(optax.adamw(1e-2)), wrt=nnx.Param)
         for _ in range(steps):
-            _, grads = nn.value_and_grad(lambda m: jnp.sum(m(jnp.ones((2, 16))) ** 2))(model)
-            optimizer.update(model, grads)
-        state = nnx.state((model, optimizer))
-        return nnx.to_pure_dict(state) if pure else state
+            step(model, optimizer)
+        return nnx.state((model, optimizer))
 
-    saved, other = trained(2), trained(0)
-    restored = serialization.from_bytes(other, serialization.to_bytes(saved))
-    assert jax.tree.structure(restored) == jax.tree.structure(saved)
-    for a, e in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
-        np.testing.assert_array_equal(a, e)
+    states = trained(2), trained(0)
+    for saved, other in (states, map(nnx.to_pure_dict, states)):
+        assert_same(serialization.from_bytes(other, serialization.to_bytes(saved)), saved)
+
+
+@pytest.mark.parametrize("preset", ["fp8_static", "fp8_dynamic"])
+def test_a_served_model_is_restored_by_orbax(tmp_path: Path, preset: str) -> None:
+    def make(seed: int) -> nnx.Module:
+        model = nnx.Sequential(
+            nnx.Linear(16, 32, rngs=nnx.Rngs(seed)), nnx.Linear(32, 16, rngs=nnx.Rngs(seed))
+        )
+        nn.convert(model, preset)
+        if preset == "fp8_static":
+            nn.calibrate(model, [jnp.full((2, 16), 100.0 + seed)])
+        nn.to_static(model)
+        return model
+
+    model, other, x = make(0), make(1), 100 * np.tile(X, 4)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "served", nnx.to_pure_dict(nnx.state(model)))
+        checkpointer.wait_until_finished()
+        target = nnx.to_pure_dict(nnx.state(other))
+        restored = checkpointer.restore(tmp_path / "served", target)
+    assert not np.array_equal(other(x), model(x))
+    state = nnx.state(other)
+    nnx.replace_by_pure_dict(state, restored)
+    nnx.update(other, state)
+    assert_same(nnx.state(other), nnx.state(model))
+    np.testing.assert_array_equal(other(x), model(x))
 
 
 def test_a_program_is_read_with_its_cache() -> None:
-    assert_is_read_again(KVCache.create(1, 4, 2, 8, jnp.float16))
+    assert_is_read_again(nn.KVCache.create(1, 4, 2, 8, jnp.float16))
 
 
 def test_layers_of_any_batch() -> None:
@@ -84,24 +115,14 @@ def test_layers_of_any_batch() -> None:
     np.testing.assert_allclose(exported.call(x), program(x), rtol=1e-6)
 
 
-X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
-
-
-def of_nnx() -> tuple[Any, Callable[..., Any]]:
-    graph, state = nnx.split(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
-    return state, lambda state, x: nnx.merge(graph, state)(x)
-
-
-def of_equinox() -> tuple[Any, Callable[..., Any]]:
+def test_loss_and_gradients_of_a_model_of_equinox() -> None:
     model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_array)
-    return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
 
+    @jax.value_and_grad
+    def program(params, x):
+        return jnp.mean(jnp.tanh(jax.vmap(eqx.combine(params, static))(x)) ** 2)
 
-@pytest.mark.parametrize("library", [of_nnx, of_equinox])
-def test_loss_and_gradients_are_those_of_the_plain_model(library: Callable[[], Any]) -> None:
-    params, apply = library()
-    program = jax.value_and_grad(lambda params, x: jnp.mean(jnp.tanh(apply(params, x)) ** 2))
     found = jax.jit(scalify(program))(*as_scaled((params, jnp.asarray(X)), dtype=jnp.float16))
     for actual, expected in zip(
         jax.tree.leaves(to_array(found)), jax.tree.leaves(program(params, X)), strict=True
@@ -126,7 +147,7 @@ def test_models_as_arguments_closed_over_and_in_a_train_state() -> None:
 
     scaled = as_scaled(state, dtype=jnp.float16)
     for _ in range(2):
-        scaled, state = scalify(step)(scaled, x), step(state, X)
+        scaled, state = jax.jit(scalify(step))(scaled, x), step(state, X)
     for a, e in zip(jax.tree.leaves(to_array(scaled)), jax.tree.leaves(state), strict=True):
         np.testing.assert_allclose(a, e, atol=4e-3)
 

@@ -13,16 +13,14 @@ def state_of(strategy: Strategy) -> QuantState | None:
     return QuantState.create(strategy) if is_stateful(strategy) else None
 
 
-def forward(config: MatmulConfig, spec: Contraction) -> Callable[..., Any]:
-    """``(lhs, rhs, state) -> out``."""
-    return lambda lhs, rhs, state=None: contract(lhs, rhs, spec, config=config, state=state)
-
-
 def three_products(config: MatmulConfig, spec: Contraction) -> Callable[..., Any]:
     """``(lhs, rhs, dy, state) -> (out, dlhs, drhs, what the state sees)``."""
 
     def run(lhs, rhs, dy, state=None):
-        y, vjp = jax.vjp(forward(config, spec), lhs, rhs, state)
+        def forward(lhs, rhs, state):
+            return contract(lhs, rhs, spec, config=config, state=state)
+
+        y, vjp = jax.vjp(forward, lhs, rhs, state)
         return y, *vjp(dy)
 
     return run

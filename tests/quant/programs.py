@@ -170,3 +170,19 @@ ENTRY %main.1 (s.1: (s32[], f8e4m3fn[32,64], f8e4m3fn[16,64])) -> \
 condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"12"}}}}
 }}
 """
+
+ASYNCHRONOUS = """\
+%sliced (p: f32[8,4], i: s32[]) -> f32[1,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %s = f32[1,4]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,4}
+}
+
+ENTRY %main (x: f32[8,4], n: s32[]) -> f32[1,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %begun = ((f32[8,4]{1,0}, s32[]), f32[1,4]{1,0}, u32[]) fusion-start(%x, %n), calls=%sliced
+  %done = f32[1,4]{1,0} fusion-done(%begun)
+  ROOT %out = f32[1,4]{1,0} negate(%done)
+}
+"""

@@ -34,6 +34,7 @@ NUMBERS = {
     "outer": ((((), ()), ((), ())), (3,), (4,)),
 }
 STRATEGIES = [Dynamic(), Dynamic("channel", 1), Static((4.0, 0.5, 2.0)), Block(4)]
+DENSE = (((1,), (0,)), ((), ()))
 
 
 def whole(seed: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -41,78 +42,61 @@ def whole(seed: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [*((name, Unit()) for name in NUMBERS), *(("batch", s) for s in STRATEGIES)],
-    ids=str,
-)
-def test_is_lax_dot_general_where_nothing_rounds(name: str, strategy) -> None:
-    numbers, *shapes = NUMBERS[name]
-    lhs, rhs = (whole(i, shape) for i, shape in enumerate(shapes))
-    quantized = dot_general(MatmulConfig(strategy=strategy))
+def test_is_lax_dot_general_where_nothing_rounds() -> None:
+    cases = [*((name, Unit()) for name in NUMBERS), *(("batch", s) for s in STRATEGIES)]
+    args = {name: [whole(i, s) for i, s in enumerate(NUMBERS[name][1:])] for name in NUMBERS}
 
     @jax.jit
-    def run(lhs, rhs):
+    def run(args):
         results = []
-        for dot in (lax.dot_general, quantized):
-            y, vjp = jax.vjp(lambda *a, dot=dot: dot(*a, numbers), lhs, rhs)
-            results.append((y, *vjp(whole(2, y.shape))))
+        for name, strategy in cases:
+            for dot in (lax.dot_general, dot_general(MatmulConfig(strategy=strategy))):
+                y, vjp = jax.vjp(lambda *a, d=dot, n=name: d(*a, NUMBERS[n][0]), *args[name])
+                results.append((y, *vjp(whole(2, y.shape))))
         return results
 
-    for wanted, got in zip(*run(lhs, rhs), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    found = run(args)
+    for case, wanted, got in zip(cases, found[::2], found[1::2], strict=True):
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=str(case))
 
 
 def test_dtypes() -> None:
-    numbers = (((1,), (0,)), ((), ()))
     dot = dot_general(MatmulConfig())
     x, w = jnp.ones((2, 8), jnp.bfloat16), jnp.ones((8, 3))
-    assert dot(x, w, numbers).dtype == jnp.float32
-    assert dot(x, w.astype(jnp.bfloat16), numbers).dtype == jnp.bfloat16
-    assert dot(x, w, numbers, None, jnp.float16).dtype == jnp.float16
-    assert dot(x, w, numbers, precision="highest", preferred_element_type=None).dtype == jnp.float32
+    assert dot(x, w, DENSE).dtype == jnp.float32
+    assert dot(x, w.astype(jnp.bfloat16), DENSE).dtype == jnp.bfloat16
+    assert dot(x, w, DENSE, None, jnp.float16).dtype == jnp.float16
+    assert dot(x, w, DENSE, precision="highest", preferred_element_type=None).dtype == jnp.float32
     op = einsum(MatmulConfig())
     assert op("bk,kn->bn", x, w, preferred_element_type=jnp.float16).dtype == jnp.float16
-    counts = dot(jnp.arange(4)[None], jnp.arange(4)[:, None], numbers)
+    counts = dot(jnp.arange(4)[None], jnp.arange(4)[:, None], DENSE)
     assert (counts.dtype, int(counts[0, 0])) == (jnp.int32, 14)
-    config = MatmulConfig(strategy=Delayed())
     x, state = jnp.full((2, 2), 3.0), QuantState.create(Delayed())
-    np.testing.assert_array_equal(dot_general(config, state)(x, x, numbers), 18)
+    dot = dot_general(MatmulConfig(strategy=Delayed()), state)
+    np.testing.assert_array_equal(dot(x, x, DENSE), 18)
 
 
-LAYERS: dict[str, Any] = {
-    "nnx.Linear": lambda dot: nnx.Linear(8, 4, dot_general=dot, rngs=nnx.Rngs(0)),
-    "nnx.LinearGeneral": lambda dot: nnx.LinearGeneral(
-        (8,), (2, 2), dot_general=dot, rngs=nnx.Rngs(0)
-    ),
-    "nnx.Einsum": lambda dot: nnx.Einsum(
-        "btk,kn->btn", (8, 4), (4,), einsum_op=dot, rngs=nnx.Rngs(0)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_drops_into_nnx_layers(name: str) -> None:
-    x = jax.random.normal(jax.random.key(0), (2, 3, 8))
-    make, config = LAYERS[name], MatmulConfig()
-    is_einsum = name == "nnx.Einsum"
-    plain = make(jnp.einsum if is_einsum else lax.dot_general)
-    quantized = make(einsum(config) if is_einsum else dot_general(config))
-    y = quantized(x)
-    # Two operands with relative error 2**-4, eight terms.
-    np.testing.assert_allclose(y, plain(x), atol=2 * 2**-4 * 4)
-    assert not np.array_equal(y, plain(x))
-    grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(quantized)
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
-
-
-def test_drops_into_linen() -> None:
-    x = jax.random.normal(jax.random.key(0), (3, 8))
-    layer = flax.linen.Dense(4, dot_general=dot_general(MatmulConfig(strategy=Dynamic())))
-    params = layer.init(jax.random.key(1), x)
-    y, plain = layer.apply(params, x), flax.linen.Dense(4).apply(params, x)
-    np.testing.assert_allclose(y, plain, atol=2 * 2**-4 * 4)
-    assert not np.array_equal(y, plain)
+def test_drops_into_layers_of_flax() -> None:
+    x, config, rngs = jax.random.normal(jax.random.key(0), (2, 3, 8)), MatmulConfig(), nnx.Rngs(0)
+    dot, op = dot_general(config), einsum(config)
+    linear = nnx.Linear(8, 4, rngs=rngs)
+    general = nnx.LinearGeneral((8,), (2, 2), rngs=rngs)
+    equation = nnx.Einsum("btk,kn->btn", (8, 4), (4,), rngs=rngs)
+    expected = [layer(x) for layer in (linear, general, equation)]
+    linear.dot_general = general.dot_general = dot
+    equation.einsum_op = op
+    dense = flax.linen.Dense(4, dot_general=dot_general(MatmulConfig(strategy=Dynamic())))
+    params = dense.init(jax.random.key(1), x)
+    found = [layer(x) for layer in (linear, general, equation)]
+    found, expected = (
+        [*found, dense.apply(params, x)],
+        [*expected, flax.linen.Dense(4).apply(params, x)],
+    )
+    for y, plain in zip(found, expected, strict=True):
+        # Two operands with relative error 2**-4, eight terms.
+        np.testing.assert_allclose(y, plain, atol=2 * 2**-4 * 4)
+        assert not np.array_equal(y, plain)
 
 
 @pytest.mark.parametrize(
@@ -125,54 +109,46 @@ def test_einsum_keeps_the_order_of_its_operands(config) -> None:
     np.testing.assert_array_equal(einsum(config)("ij, jk -> ki", lhs, rhs), wanted)
 
 
-@pytest.mark.parametrize("strategy", [Unit(), Dynamic(), Block()], ids=str)
-def test_gradients_of_a_product_of_vectors(strategy: Any) -> None:
+def test_gradients_of_a_product_of_vectors() -> None:
     x = jnp.arange(1.0, 65.0)
-    op = einsum(MatmulConfig(strategy=strategy))
-    for grad in jax.jit(jax.grad(lambda a, b: op("i,i->", a, b), (0, 1)))(x, x):
-        np.testing.assert_allclose(grad, x, rtol=2**-4)
+    for strategy in (Unit(), Dynamic(), Block()):
+        op = einsum(MatmulConfig(strategy=strategy))
+        for grad in jax.jit(jax.grad(lambda a, b, op=op: op("i,i->", a, b), (0, 1)))(x, x):
+            np.testing.assert_allclose(grad, x, rtol=2**-4)
 
 
 def test_out_sharding_is_obeyed() -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    dot, op = dot_general(MatmulConfig()), einsum(MatmulConfig())
+    own: Any = {
+        "out_sharding": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    }
+    config, spec = MatmulConfig(), Contraction("ij", "kj", "ik")
     for f in (
-        lambda x: dot(x, x.T, (((1,), (0,)), ((), ())), out_sharding=sharding),
-        lambda x: op("ij,kj->ik", x, x, out_sharding=sharding),
-        lambda x: contract_for_hook(
-            x, x, Contraction("ij", "kj", "ik"), MatmulConfig(), out_sharding=sharding
-        ),
+        lambda x: dot_general(config)(x, x.T, DENSE, **own),
+        lambda x: einsum(config)("ij,kj->ik", x, x, **own),
+        lambda x: contract_for_hook(x, x, spec, config, **own),
     ):
-        assert jax.jit(f)(jnp.ones((8, 4))).sharding.is_equivalent_to(sharding, 2)
+        y = jax.jit(f)(jnp.ones((8, 4)))
+        assert y.sharding.is_equivalent_to(own["out_sharding"], 2)
 
 
-@pytest.mark.parametrize(
-    ("subscripts", "rank", "wanted"),
-    [
-        ("b t k, k h d -> b t h d", 3, Contraction("btk", "khd", "bthd")),
-        ("...k,kn->...n", 3, Contraction("ABk", "kn", "ABn")),
-        ("...k,kn->...n", 1, Contraction("k", "kn", "n")),
-        ("A...k,kn->A...n", 4, Contraction("ABCk", "kn", "ABCn")),
-        ("bk,bkn->nb", 2, Contraction("bk", "bkn", "nb")),
-    ],
-)
-def test_contractions_of_einsums(subscripts: str, rank: int, wanted: Contraction) -> None:
-    assert einsum_problem(subscripts) == ""
-    assert einsum_contraction(subscripts, rank) == wanted
-    assert (wanted.grad_lhs.out, wanted.grad_rhs.out) == (wanted.lhs, wanted.rhs)
-
-
-@pytest.mark.parametrize(
-    ("subscripts", "problem"),
-    [
+def test_contractions_of_einsums() -> None:
+    for subscripts, rank, labels in (
+        ("b t k, k h d -> b t h d", 3, ("btk", "khd", "bthd")),
+        ("...k,kn->...n", 3, ("ABk", "kn", "ABn")),
+        ("...k,kn->...n", 1, ("k", "kn", "n")),
+        ("A...k,kn->A...n", 4, ("ABCk", "kn", "ABCn")),
+        ("bk,bkn->nb", 2, ("bk", "bkn", "nb")),
+    ):
+        assert einsum_problem(subscripts) == ""
+        assert einsum_contraction(subscripts, rank) == (wanted := Contraction(*labels))
+        assert (wanted.grad_lhs.out, wanted.grad_rhs.out) == (wanted.lhs, wanted.rhs)
+    for subscripts, problem in (
         ("ab,bc", "no ->"),
         ("ab,...bc->...ac", "an ellipsis"),
         ("...ab,bc->ac", "an ellipsis"),
         ("aab,bc->ac", "repeats a label"),
         ("ab,bc->a", "'c' in one term only"),
         ("abd,bc->ac", "'d' in one term only"),
-    ],
-)
-def test_einsums_that_are_not_one_matmul(subscripts: str, problem: str) -> None:
-    assert problem in einsum_problem(subscripts)
+    ):
+        assert problem in einsum_problem(subscripts)

@@ -8,115 +8,89 @@ import numpy as np
 import pytest
 
 from unitscale.core import ScaledArray
-from unitscale.quant import Contraction, _lowering, contract, scaled_matmul
+from unitscale.quant import Contraction, contract, scaled_matmul
 from unitscale.quant._lowering import move_rows_last
 from unitscale.quant._matmul import Core
 
-FORMATS = ["float8_e4m3fn", "float8_e5m2"]
-SPEC = Contraction("btk", "btn", "kn")
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 RNG = np.random.default_rng(0)
 
 
+def on(platform: str, monkeypatch: pytest.MonkeyPatch, devices: int = 1) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+
+
+def finite(*shape: int, dtype: str = E4M3) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape)).astype(dtype)
+
+
 @pytest.mark.parametrize(
-    ("shape", "count"),
-    [((4, 1), 1), ((8, 5), 1), ((3, 8, 5), 2), ((8, 3, 2), 1), ((2, 3, 4, 7), 3)],
+    ("shape", "count"), [((4, 1), 1), ((3, 8, 5), 2), ((8, 3, 2), 1), ((2, 3, 4, 7), 3)]
 )
 def test_moving_rows_in_words_is_transposing(shape: tuple[int, ...], count: int) -> None:
     """For every code of a format, NaN and infinity too."""
     codes = RNG.integers(0, 256, shape, np.uint8)
     order = (*range(count, len(shape)), *range(count))
-    for dtype in FORMATS:
-        x = jnp.asarray(codes).view(jnp.dtype(dtype))
-        moved = move_rows_last(x, count)
+    for dtype in (E4M3, E5M2):
+        moved = move_rows_last(jnp.asarray(codes).view(jnp.dtype(dtype)), count)
         assert moved.dtype == dtype
         np.testing.assert_array_equal(moved.view(jnp.uint8), codes.transpose(order))
 
 
-def weight_gradient(lhs: Any, rhs: Any, spec: Contraction, factor: Any) -> jax.Array:
-    """The matmul of a right gradient, as every use of the core computes it."""
-    forward = Contraction(spec.lhs, spec.out, spec.rhs)
+def scaled(x: jax.Array, scale: Any, **options: Any) -> ScaledArray:
+    return ScaledArray(x, jnp.asarray(scale, jnp.float32), **options)
+
+
+DENSE = Contraction("btk", "kn", "btn")
+GRADIENTS = [  # the spec of the forward matmul, its left operand, a cotangent
+    (DENSE, finite(2, 8, 3), finite(2, 8, 5), True),
+    (DENSE, scaled(finite(2, 8, 3, dtype=E5M2), 0.5), scaled(finite(2, 8, 5), 8.0), True),
+    (DENSE, finite(2, 6, 3), finite(2, 6, 5), False),  # rows no multiple of 4
+    (DENSE, finite(2, 8, 3, dtype="bfloat16"), finite(2, 8, 5, dtype="bfloat16"), False),
+    (Contraction("btk", "bkn", "btn"), finite(2, 8, 3), finite(2, 8, 5), False),
+    (Contraction("kb", "kn", "bn"), finite(3, 8), finite(8, 5), False),
+    (DENSE, scaled(finite(2, 8, 3), [[[2, 2, 2]]]), finite(2, 8, 5), False),
+    (
+        DENSE,
+        scaled(finite(2, 8, 4), np.full((2, 8, 2), 2), block_shape=(1, 1, 2)),
+        finite(2, 8, 5),
+        False,
+    ),
+]
+
+
+def weight_gradient(forward: Contraction, x: Any, dy: Any, factor: Any = 1.0) -> jax.Array:
+    """As every use of the core computes it."""
     core = Core(forward, (1.0, 1.0, 1.0), None, jnp.float32, (jnp.float32, jnp.float32))
-    return core.weight_gradient(lhs, rhs, None, factor, jnp.float32)
+    return core.weight_gradient(x, dy, None, factor, jnp.float32)
 
 
-def finite(shape: tuple[int, ...], dtype: str = FORMATS[0]) -> jax.Array:
-    return jnp.asarray(RNG.normal(size=shape)).astype(dtype)
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Takes what is for an NVIDIA GPU; whether anything was."""
-    taken: list[bool] = []
-    moved = _lowering.move_rows_last
-
-    def record(*args: Any) -> Any:
-        taken[:] = [True]
-        return moved(*args)
-
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_lowering, "move_rows_last", record)
-    return taken
-
-
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize(("scaled", "factor"), [(False, 0.3), (True, jnp.float32(0.3))])
-def test_weight_gradients_on_a_gpu(on_gpu: list[bool], dtype: str, scaled: bool, factor) -> None:
-    x: Any = finite((2, 8, 3), dtype)
-    y: Any = finite((2, 8, 5))
-    if scaled:
-        x, y = ScaledArray(x, 0.5), ScaledArray(y, jnp.float32(8.0))
-    found = weight_gradient(x, y, SPEC, factor)
-    assert on_gpu == [True]
-    values = (np.asarray(z.value if scaled else z, np.float64) for z in (x, y))
-    expected = float(factor) * np.einsum("btk,btn->kn", *values)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-OTHERS = {
-    "rows no multiple of 4": (finite((2, 6, 3)), finite((2, 6, 5)), SPEC),
-    "16 bits": (finite((2, 8, 3), "bfloat16"), finite((2, 8, 5), "bfloat16"), SPEC),
-    "a batch": (finite((2, 8, 3)), finite((2, 8, 5)), Contraction("btk", "btn", "bkn")),
-    "last dimension": (finite((3, 8)), finite((8, 5)), Contraction("kb", "bn", "kn")),
-    "channels": (
-        ScaledArray(finite((2, 8, 3)), jnp.full((1, 1, 3), 2.0)),
-        finite((2, 8, 5)),
-        SPEC,
-    ),
-    "blocks": (
-        ScaledArray(finite((2, 8, 4)), jnp.full((2, 8, 2), 2.0), block_shape=(1, 1, 2)),
-        finite((2, 8, 5)),
-        SPEC,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_weight_gradients_are_plain_matmuls(on_gpu: list[bool], name: str) -> None:
-    lhs, rhs, spec = OTHERS[name]
-    found = weight_gradient(lhs, rhs, spec, 1.0)
-    assert not on_gpu
-    np.testing.assert_array_equal(found, scaled_matmul(lhs, rhs, spec, 1.0, jnp.float32))
+@pytest.mark.parametrize(("forward", "x", "dy", "moves"), GRADIENTS)
+def test_weight_gradients(forward, x, dy, moves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA GPUs move FP8 rows in words where they can."""
+    a, b = (np.float64(z.value if isinstance(z, ScaledArray) else z) for z in (x, dy))
+    expected = 0.3 * np.einsum(f"{forward.lhs},{forward.out}->{forward.rhs}", a, b)
+    for platform in ("gpu", "tpu"):
+        on(platform, monkeypatch)
+        gradient = jax.jit(lambda x, dy: weight_gradient(forward, x, dy, jnp.float32(0.3)))
+        text = gradient.lower(x, dy).as_text()
+        assert ("ui32" in text) == (moves and platform == "gpu"), platform
+        np.testing.assert_allclose(gradient(x, dy), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_programs_for_each_platform(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA GPUs move FP8 rows in words; a single CPU sums several dimensions as one.
-
-    On several devices each dimension may be sharded over its own axis.
-    """
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
-    x, y = finite((2, 8, 4)), finite((2, 8, 4))
-    for platform in ("gpu", "tpu", "cpu"):
-        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
-        text = jax.jit(lambda x, y: weight_gradient(x, y, SPEC, 1.0)).lower(x, y).as_text()
-        assert ("ui32" in text) == (platform == "gpu"), platform
+def test_a_single_cpu_sums_several_dimensions_as_one(
+    devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On several devices each dimension may be sharded over its own axis."""
     for rows in ((3, 5), (2, 3, 5), (0, 5)):
         labels = "abt"[-len(rows) :]
         spec = Contraction(f"{labels}k", f"{labels}n", "kn")
         x, y = (jnp.float32(RNG.normal(size=(*rows, n))) for n in (7, 4))
         expected = 0.5 * np.einsum(f"{spec.lhs},{spec.rhs}->kn", x, y, dtype=np.float64)
         for platform in ("gpu", "cpu"):
-            monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+            on(platform, monkeypatch, devices)
             gradient = jax.jit(lambda x, y, spec=spec: scaled_matmul(x, y, spec, 0.5, "float32"))
             np.testing.assert_allclose(gradient(x, y), expected, rtol=1e-5, atol=1e-5)
             count = 1 if (platform, devices) == ("cpu", 1) else len(rows)
@@ -125,8 +99,8 @@ def test_programs_for_each_platform(devices: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_bfloat16_into_float32_is_widened_on_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, spec = finite((4, 4), "bfloat16"), Contraction("bk", "kn", "bn")
+    x, spec = finite(4, 4, dtype="bfloat16"), Contraction("bk", "kn", "bn")
     for platform, kind in (("cpu", "f32"), ("gpu", "bf16")):
-        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        on(platform, monkeypatch)
         text = jax.jit(lambda x: contract(x, x, spec, out_dtype=jnp.float32)).lower(x).as_text()
         assert f"(tensor<4x4x{kind}>, tensor<4x4x{kind}>)" in text

@@ -26,21 +26,20 @@ FORMATS = [*FP8, "float8_e5m2fnuz", "float4_e2m1fn", "float16", "E4M3"]
 X = np.float32([0.0, -0.0, 0.3, -1.7, 3e-3, 2e-3, 1e-9, 17.0, 300.0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", FP8)
-def test_unit_rounds_to_nearest_and_saturates(name: str, dtype: str) -> None:
+def test_unit_rounds_to_nearest_and_saturates(name: str) -> None:
     top = float(ml_dtypes.finfo(name).max)
-    x = X[np.abs(X) < top].astype(jnp.dtype(dtype))
-    y = quantize(jnp.asarray(x), name)
-    assert (y.dtype, y.scale) == (jnp.dtype(name), None)
-    expected = x.astype(np.float32).astype(name)
-    np.testing.assert_array_equal(np.float32(y.data), expected.astype(np.float32))
-    # Finite values saturate; infinity and NaN are not hidden.
-    largest = min(1e9, float(jnp.finfo(dtype).max))
-    beyond = jnp.asarray([largest, -largest, jnp.inf, -jnp.inf, jnp.nan], dtype)
-    inf = np.inf if name == "float8_e5m2" else np.nan
-    found = np.float32(quantize(beyond, name).data)
-    np.testing.assert_array_equal(found, [top, -top, inf, -inf, np.nan])
+    for dtype in ("float32", "float16", "bfloat16"):
+        x = X[np.abs(X) < top].astype(jnp.dtype(dtype))
+        # Finite values saturate; infinity and NaN are not hidden.
+        largest = min(1e9, float(jnp.finfo(dtype).max))
+        beyond = jnp.asarray([largest, -largest, jnp.inf, -jnp.inf, jnp.nan], dtype)
+        y, others = jax.jit(lambda *xs: [quantize(x, name) for x in xs])(x, beyond)
+        assert (y.dtype, y.scale) == (jnp.dtype(name), None)
+        expected = x.astype(np.float32).astype(name)
+        np.testing.assert_array_equal(np.float32(y.data), expected.astype(np.float32))
+        inf = np.inf if name == "float8_e5m2" else np.nan
+        np.testing.assert_array_equal(np.float32(others.data), [top, -top, inf, -inf, np.nan])
 
 
 def test_unit_keeps_scales_and_takes_no_statistics() -> None:
@@ -58,16 +57,27 @@ def least_exponent(amax: float, top: float) -> int:
     return next((k for k in range(-126, 127) if amax <= np.ldexp(top, k)), 126)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_scale_is_the_least_power_of_two_that_does_not_saturate(name: str) -> None:
-    top = format_of(name).max
-    edges = [top * 2.0**k for k in (-110, -30, -9, -1, 0, 1, 7, 60, 100)] + [1.0, 2.0**-125, 3e38]
-    near = [[np.nextafter(x, np.float32(0)), x, np.nextafter(x, np.float32(np.inf))] for x in edges]
-    amaxes = np.float32(near).ravel()
-    amaxes = amaxes[np.isfinite(amaxes)]
-    scales = jax.vmap(lambda x: quantize(x, name, Dynamic()).scale)(amaxes[:, None])
-    expected = [2.0 ** least_exponent(float(a), top) for a in amaxes]
-    np.testing.assert_array_equal(np.ravel(scales), np.float32(expected))
+def test_the_scale_is_the_least_power_of_two_that_does_not_saturate() -> None:
+    tables = []
+    for name in FORMATS:
+        top = format_of(name).max
+        edges = [top * 2.0**k for k in (-110, -30, -9, -1, 0, 1, 7, 60, 100)] + [1, 2.0**-125, 3e38]
+        near = [[np.nextafter(np.float32(x), np.float32(to)) for x in edges] for to in (0, np.inf)]
+        amaxes = np.float32([*edges, *near[0], *near[1]])
+        tables.append(amaxes[np.isfinite(amaxes)])
+
+    def scales(name, amaxes):
+        return jax.vmap(lambda x: quantize(x, name, Dynamic()).scale)(amaxes[:, None])
+
+    found = jax.jit(lambda ts: list(map(scales, FORMATS, ts)))(tables)
+    for name, amaxes, own in zip(FORMATS, tables, found, strict=True):
+        expected = [2.0 ** least_exponent(float(a), format_of(name).max) for a in amaxes]
+        np.testing.assert_array_equal(np.ravel(own), np.float32(expected), name)
+
+
+def dynamic(values, dtype="float32", **options) -> ScaledArray:
+    x = jnp.asarray(values, dtype)
+    return jax.jit(lambda x: quantize(x, "e4m3fn", Dynamic(**options)))(x)
 
 
 @pytest.mark.parametrize(
@@ -79,37 +89,30 @@ def test_the_scale_is_the_least_power_of_two_that_does_not_saturate(name: str) -
     ],
 )
 def test_amax_is_exact_in_the_tensors_own_dtype(dtype: str, below: float, above: float) -> None:
-    for value, scale in ((below, 1), (448.0, 1), (above, 2), (-above, 2)):
-        x = jnp.asarray([value, 1.0], dtype)
-        assert float(x[0]) == pytest.approx(value, rel=2**-24)
-        assert float(quantize(x, "e4m3fn", Dynamic()).scale) == scale
+    x = jnp.asarray([[below, 1.0], [448.0, 1.0], [above, 1.0], [-above, 1.0]], dtype)
+    np.testing.assert_allclose(np.float64(x[:, 0]), [below, 448, above, -above], rtol=2**-24)
+    scales = jax.vmap(lambda x: quantize(x, "e4m3fn", Dynamic()).scale)(x)
+    np.testing.assert_array_equal(scales.ravel(), [1, 1, 2, 2])
 
 
-def test_margin() -> None:
+def test_margin_zeros_tiny_numbers_and_what_is_not_finite() -> None:
     for margin in (0, 1, 3):
-        q = quantize(jnp.asarray([448.0]), "e4m3fn", Dynamic(margin=margin))
-        assert float(q.scale) == 2**margin
-    assert float(quantize(jnp.asarray([3e38]), "e4m3fn", Dynamic(margin=126)).scale) == 2.0**126
-
-
-def test_amax_of_zeros_tiny_numbers_and_what_is_not_finite() -> None:
+        assert float(dynamic([448.0], margin=margin).scale) == 2**margin
+    assert float(dynamic([3e38], margin=126).scale) == 2.0**126
     for value in (0.0, np.inf, -np.inf, np.nan):
-        q = quantize(jnp.asarray([value, 0.0]), "e4m3fn", Dynamic())
+        q = dynamic([value, 0.0])
         assert float(q.scale) == 1
         assert np.isnan(np.float32(q.data[0])) == (value != 0)  # e4m3fn has no infinity
     for amax in (1e-45, 1e-40, 2.0**-126, 1e-37):
-        q = quantize(jnp.asarray([amax, 0.0], jnp.float32), "e4m3fn", Dynamic())
+        q = dynamic([amax, 0.0])
         # XLA may take subnormal numbers for zeros, which have scale 1.
         assert float(q.scale) == 2.0**-126 or (amax < 2.0**-126 and float(q.scale) == 1)
         assert float(q.value[0]) == pytest.approx(amax, rel=2**-4, abs=2.0**-126)
-    empty = quantize(jnp.zeros((0, 3)), "e4m3fn", Dynamic())
+    empty = dynamic(jnp.zeros((0, 3)))
     assert (empty.shape, float(empty.scale)) == ((0, 3), 1)
-
-
-def test_formats_with_the_range_of_float32_need_no_scale() -> None:
-    q = quantize(jnp.asarray([1e30, 1e-30]), "bfloat16", Dynamic())
-    assert q.scale is None
-    np.testing.assert_allclose(q.value.astype(jnp.float32), [1e30, 1e-30], rtol=2**-8)
+    wide = quantize(jnp.asarray([1e30, 1e-30]), "bfloat16", Dynamic())
+    assert wide.scale is None  # a format with the range of float32
+    np.testing.assert_allclose(wide.value.astype(jnp.float32), [1e30, 1e-30], rtol=2**-8)
 
 
 def test_granularity_of_scales() -> None:
@@ -129,27 +132,29 @@ def test_granularity_of_scales() -> None:
         np.testing.assert_array_equal(np.float32(scale), expected, str(strategy))
 
 
-@pytest.mark.parametrize("scale_format", ["float8_e8m0fnu", "float32"])
-@pytest.mark.parametrize("shape", [(4, 64), (3, 70), (5,)])
-def test_blocks_of_32(shape, scale_format) -> None:
-    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * 1e4
-    x.flat[:3] = 0
-    q = quantize(jnp.asarray(x), "e4m3fn", Block(scale_format=scale_format))
-    assert (q.dtype, q.scale.dtype.name) == (jnp.float8_e4m3fn, scale_format)
-    assert q.scale.shape == (*shape[:-1], -(-shape[-1] // 32))
-    value, full = np.float32(q.value), np.float32(q.full_scale)
-    # Half of a step of E4M3: relative where the quotient is normal, else of subnormal numbers.
-    assert np.all(np.abs(value - x) <= np.maximum(np.abs(x) * 2.0**-4, full * 2.0**-10))
-    np.testing.assert_array_equal(dequantize(q).astype(jnp.float32), value)
-    assert dequantize(q).dtype == jnp.bfloat16
-    assert dequantize(quantize(jnp.asarray(x), "float16", Dynamic())).dtype == jnp.float32
+def test_blocks_of_32() -> None:
+    rng = np.random.default_rng(0)
+    arrays = [1e4 * rng.standard_normal(s).astype(np.float32) for s in [(4, 64), (3, 70), (5,)]]
+    arrays[0][0, :32], arrays[0][1, :32] = 0, 1e-30  # a block of zeros beside others
+    arrays[0][1, 3:32] = 0
+    formats = "float8_e8m0fnu", "float32"
 
+    @jax.jit
+    def run(arrays):
+        each = [[quantize(x, "e4m3fn", Block(scale_format=f)) for f in formats] for x in arrays]
+        return [[(q, dequantize(q)) for q in row] for row in each]
 
-def test_blocks_of_zeros_beside_others() -> None:
-    x = jnp.zeros((2, 64)).at[0, 3].set(1e-30)
-    q = quantize(x, "e4m3fn", Block())
-    np.testing.assert_allclose(q.value, x, rtol=2**-4)
-    np.testing.assert_array_equal(np.float32(q.scale)[1], [1, 1])
+    for x, row in zip(arrays, run(arrays), strict=True):
+        for scale_format, (q, back) in zip(formats, row, strict=True):
+            assert (q.dtype, q.scale.dtype.name) == (jnp.float8_e4m3fn, scale_format)
+            assert q.scale.shape == (*x.shape[:-1], -(-x.shape[-1] // 32))
+            value, full = np.float32(q.value), np.float32(q.full_scale)
+            # Half of a step of E4M3: relative where the quotient is normal, else of subnormals.
+            bound = np.maximum(np.abs(x) * 2.0**-4, full * 2.0**-10)
+            assert np.all(np.abs(value - x) <= bound)
+            assert back.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(back.astype(jnp.float32), value)
+    assert dequantize(quantize(jnp.ones(2), "float16", Dynamic())).dtype == jnp.float32
 
 
 def test_scales_are_constants_of_the_gradient() -> None:
@@ -164,8 +169,7 @@ def test_scales_are_constants_of_the_gradient() -> None:
 
 
 LHS = jnp.asarray([[0.3, 500.0, -3.0, 7e-3]])
-RHS = jnp.asarray([[1.0], [2e4], [0.0], [3.0]])
-AXES = ((1,), (0,))
+RHS = jnp.asarray([[1.0], [2e4], [1e-12], [3.0]])
 
 
 def test_fake_quantization_gives_the_values_of_quantize() -> None:
@@ -186,15 +190,11 @@ def test_fake_quantization_gives_the_values_of_quantize() -> None:
     for found, wanted in jit(lambda *a: [run(*a, s) for s in strategies])(LHS, RHS):
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_fake_quantization_keeps_dtypes_and_finite_values(dtype: str) -> None:
-    """Rounded up to E4M3 the largest float16 would be beyond float16."""
-    x = jnp.asarray([[jnp.finfo(dtype).max, jnp.finfo(dtype).max]], dtype)
-    lhs, rhs = fake_quantize_operands(x, x.T, MatmulConfig(strategy=Dynamic()))
-    assert lhs.dtype == rhs.dtype == dtype
-    assert np.all(np.isfinite(np.float32(lhs)))
+    # Rounded up to E4M3 the largest float16 would be beyond float16.
+    x = jnp.asarray([[jnp.finfo("float16").max] * 2], "float16")
+    for y in fake_quantize_operands(x, x.T, MatmulConfig(strategy=Dynamic())):
+        assert y.dtype == jnp.float16
+        assert np.all(np.isfinite(np.float32(y)))
 
 
 def test_fake_quantization_passes_cotangents_and_measures_both_operands() -> None:
@@ -202,11 +202,10 @@ def test_fake_quantization_passes_cotangents_and_measures_both_operands() -> Non
     state = QuantState.create(config.strategy)
 
     def loss(lhs, rhs, state):
-        a, b = fake_quantize_operands(lhs, rhs, config, axes=AXES, state=state)
-        return jnp.sum(jnp.sin(a)) + 2 * jnp.sum(b)
+        a, b = fake_quantize_operands(lhs, rhs, config, axes=((1,), (0,)), state=state)
+        return jnp.sum(jnp.sin(a)) + 2 * jnp.sum(b), a
 
-    dlhs, drhs, seen = jax.jit(jax.grad(loss, (0, 1, 2)))(LHS, RHS, state)
-    rounded, _ = fake_quantize_operands(LHS, RHS, config, axes=AXES, state=state)
+    (dlhs, drhs, seen), rounded = jit(jax.grad(loss, (0, 1, 2), has_aux=True))(LHS, RHS, state)
     np.testing.assert_allclose(dlhs, np.cos(rounded), rtol=1e-5)
     np.testing.assert_array_equal(drhs, np.full((4, 1), 2.0))
     after = state.advance(seen)
@@ -214,9 +213,9 @@ def test_fake_quantization_passes_cotangents_and_measures_both_operands() -> Non
     np.testing.assert_array_equal(after.counts[:, :2], [[1, 4], [1, 4], [0, 0]])
 
 
-@pytest.mark.parametrize("strategy", [Dynamic(), Static(0.5), Block(2)])
-def test_a_scaled_array_is_quantized_by_its_value(strategy) -> None:
+def test_a_scaled_array_is_quantized_by_its_value() -> None:
     x = ScaledArray(jnp.asarray([[1.5, -2.0], [0.25, 3.0]], jnp.float16), 4.0)
-    found, expected = (quantize(y, "e4m3fn", strategy) for y in (x, x.value))
-    np.testing.assert_array_equal(found.value, expected.value)
-    np.testing.assert_allclose(found.value, x.value, rtol=2**-4)
+    for strategy in (Dynamic(), Static(0.5), Block(2)):
+        found, expected = (quantize(y, "e4m3fn", strategy) for y in (x, x.value))
+        np.testing.assert_array_equal(found.value, expected.value)
+        np.testing.assert_allclose(found.value, x.value, rtol=2**-4)
