@@ -29,7 +29,10 @@ class MultipliersConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adam", "adamw", "sgd"] = Field(default="adamw", description="the update rule")
+    name: Literal["adam", "adamw", "sgd", "lion", "muon"] = Field(
+        default="adamw",
+        description="the update rule; muon is Adam for all but hidden kernels, and 1/32 as large",
+    )
     learning_rate: Positive = Field(default=2e-3, description="the peak learning rate")
     warmup_steps: Whole = Field(default=0, description="steps of linear warm-up from 0")
     schedule: Literal["cosine", "linear", "constant"] = Field(
@@ -47,7 +50,8 @@ class OptimizerConfig(Section):
     )
     weight_decay: NonNegative = Field(
         default=0.0,
-        description="decoupled weight decay of adamw; with umup, the share each step removes",
+        description="decoupled weight decay (not of adam, sgd); with umup, the share each step "
+        "removes",
     )
     clip_norm: Positive | None = Field(
         default=None, description="largest global norm of the gradient"
@@ -124,9 +128,14 @@ class OptimizerConfig(Section):
                 "multipliers need umup true, which knows the roles of parameters; got umup false; "
                 f"set {', '.join(f'multipliers.{role}' for role in changed)} to 1, or umup true"
             )
-        if self.weight_decay and self.name != "adamw":
+        if self.name == "muon" and not self.umup:
             raise ValueError(
-                f"weight_decay needs name adamw; got name {self.name} and weight_decay "
-                f"{self.weight_decay}; set name adamw or weight_decay 0"
+                "name muon needs umup true, which knows hidden kernels from other matrices; got "
+                "umup false; set umup true, or another name"
+            )
+        if self.weight_decay and self.name in ("adam", "sgd"):
+            raise ValueError(
+                f"weight_decay needs name adamw, lion or muon; got name {self.name} and "
+                f"weight_decay {self.weight_decay}; set name adamw or weight_decay 0"
             )
         return self
