@@ -48,6 +48,7 @@ class TrainConfig(Section):
         default="tensorboard", description="where metrics go besides metrics.jsonl"
     )
     sample_tokens: Whole = Field(default=200, description="tokens generated at the end; 0 for none")
+    sample_prompt: str = Field(default="\n", min_length=1, description="text that they go on from")
     runs_dir: str = Field(
         default="runs", description="the folder in which the run's own folder is made"
     )
