@@ -272,6 +272,7 @@ def named(shape: Any, **metadata: Any) -> Any:
 WEIGHT = {"role": "weight", "fan_in": 3, "fan_out": 4, "depth": 1}
 WRONG: dict[str, Any] = {
     "params must be variables with role, .* w has none": lambda: umup_rates({"w": jnp.ones(3)}),
+    "params must be variables with role, fan_in": lambda: muon_axes({"w": jnp.ones((3, 4))}),
     "params must be variables": lambda: umup(optax.adam(1.0), named((3, 4))),
     "Did you mean 'weight'": lambda: umup(optax.sgd(1.0), named(3, **WEIGHT | {"role": "wieght"})),
     "Did you mean 'embedding'": lambda: umup(optax.sgd(1.0), {}, multipliers={"embeding": 2.0}),

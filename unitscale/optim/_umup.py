@@ -19,8 +19,15 @@ def _has_role(x: Any) -> bool:
     return hasattr(x, "role") and hasattr(x, "fan_in")
 
 
-def _matrix_axes(x: Any) -> optax.contrib.MuonDimensionNumbers | None:
+def _matrix_axes(path: Any, x: Any) -> optax.contrib.MuonDimensionNumbers | None:
     """Return the axes of a hidden kernel's inputs and outputs; axes before them are a stack's."""
+    if not _has_role(x):
+        raise ValueError(
+            "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
+            "as nnx.state(model, nnx.Param) of unitscale.nn layers are; "
+            f"{path_name(path) or 'params'} has none; make it with them, as in "
+            "nnx.Param(x, role='bias', fan_in=1, fan_out=1, depth=1)"
+        )
     for first, split in itertools.combinations(range(len(x.shape)), 2):
         fans = math.prod(x.shape[first:split]), math.prod(x.shape[split:])
         if x.role == "weight" and fans == (x.fan_in, x.fan_out):
@@ -30,14 +37,7 @@ def _matrix_axes(x: Any) -> optax.contrib.MuonDimensionNumbers | None:
 
 
 def _factor_of(path: Any, parameter: Any, **settings: Any) -> float:
-    if not _has_role(parameter):
-        raise ValueError(
-            "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
-            "as nnx.state(model, nnx.Param) of unitscale.nn layers are; "
-            f"{path_name(path) or 'params'} has none; make it with them, as in "
-            "nnx.Param(x, role='bias', fan_in=1, fan_out=1, depth=1)"
-        )
-    if settings.get("optimizer") == "muon" and _matrix_axes(parameter) is None:
+    if _matrix_axes(path, parameter) is None and settings.get("optimizer") == "muon":
         settings["optimizer"] = "adam"
     shape = {"fan_in": parameter.fan_in, "fan_out": parameter.fan_out, "depth": parameter.depth}
     return rules.umup_learning_rate(parameter.role, **shape, **settings)
@@ -128,13 +128,10 @@ def muon_axes(params: Any) -> Any:
     All else (vectors, embeddings, the readout) is None, which `optax.contrib.muon` leaves to Adam.
     With ``consistent_rms=1 / 32`` one learning rate suits both.
 
-    Example:
-        >>> from flax import nnx
-        >>> from unitscale import nn
-        >>> muon_axes(nnx.state(nn.Dense(64, 8, rngs=nnx.Rngs(0)), nnx.Param))["kernel"]
-        MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1,))
+    Raises:
+        ValueError: if a parameter has no role.
     """
-    return jax.tree.map(_matrix_axes, params, is_leaf=_has_role)
+    return jax.tree.map_with_path(_matrix_axes, params, is_leaf=_has_role)
 
 
 class UmupRate(NamedTuple):
