@@ -142,8 +142,13 @@ def closing(config: GPTConfig, data: Corpus | Mixture, model: GPT, folder: Path)
     settings = config.train
     if settings.sample_tokens:
         writer = Writer.of_run(model, data.tokenizer, config.data.sequence_length)
-        options = {"tokens": settings.sample_tokens, "seed": config.seed}
-        yield f"sample: {writer(settings.sample_prompt, temperature=TEMPERATURE, **options)}"
+        text = writer(
+            settings.sample_prompt,
+            tokens=settings.sample_tokens,
+            seed=config.seed,
+            temperature=TEMPERATURE,
+        )
+        yield f"sample: {text}"
     pretrained = config.pretrained
     if pretrained is None:
         return
