@@ -8,6 +8,7 @@ after it: the state stays that of the last good step until the loop looks.
 import contextlib
 import functools
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +169,7 @@ class _Run:
             micro_batches=config.data.micro_batches,
         )
         self.evaluate = make_evaluation(self.graphdef, config.precision, mesh=self.mesh)
+        self.speeds: list[float] = []  # between log lines
 
     def resume(self, say) -> int:
         """Loads the newest whole checkpoint; returns the number of steps done."""
@@ -312,6 +314,7 @@ class _Watch:
         loss = float(values["loss"])  # waits for the device
         run.check_finite(done, self.recent)
         speed = self.clock.speed(done, data.step_size)
+        run.speeds += [] if speed is None else [speed]
         run.state, shares = watch_overflow(run.config, run.graphdef, run.state, self.report.say)
         facts = {
             "loss": loss,
@@ -350,15 +353,21 @@ def _finish(run: _Run, say: Callable[[str], None]) -> Outcome:
     if not is_first():
         return Outcome(run.folder, step, validation, {}, None)
     plot_run(run)
-    part = f"of at most {config.train.eval_batches} batches; evaluate takes all"
-    say(f"validation loss {shown(config, validation, run.data.token_size)} ({part})")
     model, recipe = run.model(), recipe_of(config)
     scores = save_scores(run.folder, recipe.scores(config, run.data, model, run.folder))
     if scores:
         say(shown_scores(scores))
     for line in recipe.closing(config, run.data, model, run.folder):
         say(line)
-    say(f"checkpoint, metrics and plots are in {run.folder}")
+    unit, precision = config.data.step_unit, config.precision
+    formats = f"{precision.scalify} by scalify" if precision.scalify else precision.policy
+    speed = f", {statistics.median(run.speeds):,.0f} {unit}/s" if run.speeds else ""
+    say(
+        f"trained in {formats}{speed}: validation loss "
+        f"{shown(config, validation, run.data.token_size)} (of at most "
+        f"{config.train.eval_batches} batches; evaluate takes all); plots (loss.png, rms.png), "
+        f"metrics and checkpoint are in {run.folder}"
+    )
     return Outcome(run.folder, step, validation, scores, None)
 
 

@@ -88,7 +88,7 @@ def compiling(
     name: str, layers: int, settings: tuple[str, ...], overrides: list[str]
 ) -> dict[str, Any]:
     """CPU seconds and lines of optimized HLO of a step, over those of the plain model's."""
-    words = [f"model.layers={layers}", *overrides]
+    words = [f"model.layers={layers}", "optimizer.name=adamw", *overrides]
     path = CONFIGS / "gpt" / "quickstart.yaml"
     configs = {"": load_kind(GPTConfig, path, [*words, *settings])}
     configs["plain "] = plain(load_kind(GPTConfig, path, words))

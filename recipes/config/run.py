@@ -175,7 +175,10 @@ _MULTIPLIERS = {"weight": 1.0, "readout": 1.0, "embedding": 1.0, "bias": 0.03, "
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adam", "adamw", "sgd"] = Field(default="adamw", description="the update rule")
+    name: Literal["adam", "adamw", "sgd", "lion", "muon"] = Field(
+        default="adamw",
+        description="the update rule; muon is Adam for all but hidden kernels, and 1/32 as large",
+    )
     learning_rate: Positive = Field(default=2e-3, description="the peak learning rate")
     warmup_steps: Whole = Field(default=0, description="steps of linear warm-up from 0")
     schedule: Literal["cosine", "linear", "constant"] = Field(
@@ -193,7 +196,8 @@ class OptimizerConfig(Section):
     )
     weight_decay: NonNegative = Field(
         default=0.0,
-        description="decoupled weight decay of adamw; with umup, the share each step removes",
+        description="decoupled weight decay (not of adam, sgd); with umup, the share each step "
+        "removes",
     )
     clip_norm: Positive | None = Field(
         default=None, description="largest global norm of the gradient"
@@ -235,10 +239,15 @@ class OptimizerConfig(Section):
                 "multipliers need umup true, which knows the roles of parameters; got umup false; "
                 "remove them, or set umup true"
             )
-        if self.weight_decay and self.name != "adamw":
+        if self.name == "muon" and not self.umup:
             raise ValueError(
-                f"weight_decay needs name adamw; got name {self.name} and weight_decay "
-                f"{self.weight_decay}; set name adamw or weight_decay 0"
+                "name muon needs umup true, which knows hidden kernels from other matrices; got "
+                "umup false; set umup true, or another name"
+            )
+        if self.weight_decay and self.name in ("adam", "sgd"):
+            raise ValueError(
+                f"weight_decay needs name adamw, lion or muon; got name {self.name} and "
+                f"weight_decay {self.weight_decay}; set name adamw or weight_decay 0"
             )
         return self
 
@@ -256,6 +265,7 @@ class TrainConfig(Section):
         default="tensorboard", description="where metrics go besides metrics.jsonl"
     )
     sample_tokens: Whole = Field(default=200, description="tokens generated at the end; 0 for none")
+    sample_prompt: str = Field(default="\n", min_length=1, description="text that they go on from")
     runs_dir: str = Field(
         default="runs", description="the folder in which the run's own folder is made"
     )

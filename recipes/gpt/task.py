@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..hf import plain
 
 GPT: TypeAlias = "model.GPT | plain.GPT"
-START = "\n"  # what a sample begins with
+TEMPERATURE = 0.7  # of a sample: mostly words, where 1 shows all that a short training left open
 scores = no_scores
 
 
@@ -142,9 +142,16 @@ def load_data(config: GPTConfig) -> Corpus | Mixture:
 
 def closing(config: GPTConfig, data: Corpus | Mixture, model: GPT, folder: Path) -> Iterator[str]:
     """A sample of the model's own text; of a Hugging Face folder, the tuned one or its adapter."""
-    if config.train.sample_tokens:
+    settings = config.train
+    if settings.sample_tokens:
         writer = Writer.of_run(model, data.tokenizer, config.data.sequence_length)
-        yield f"sample:{writer(START, tokens=config.train.sample_tokens, seed=config.seed)}"
+        text = writer(
+            settings.sample_prompt,
+            tokens=settings.sample_tokens,
+            seed=config.seed,
+            temperature=TEMPERATURE,
+        )
+        yield f"sample: {text}"
     pretrained = config.pretrained
     if pretrained is None:
         return

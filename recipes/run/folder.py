@@ -29,6 +29,7 @@ _FREE = (
     "train.checkpoint_every",
     "train.keep",
     "train.sample_tokens",
+    "train.sample_prompt",
     "data.cache_dir",
     "mesh.data",
     "mesh.fsdp",

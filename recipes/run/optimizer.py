@@ -6,9 +6,13 @@ import jax
 import optax
 
 from unitscale.core import is_scaled
-from unitscale.optim import ScaledTransformation, independent_weight_decay, scaled, umup
+from unitscale.optim import ScaledTransformation, independent_weight_decay, muon_axes, scaled, umup
 
 from ..config import OptimizerConfig, RunConfig
+
+# Hidden kernels then do best at about the learning rate that is best for Adam, which moves the
+# other roles. Plain models have about 0.02 of the weights' own spectral norm.
+_MUON_RMS = 2.0**-5
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -61,24 +65,31 @@ def make_optimizer(
     decays = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.ndim - _is_stacked(path) >= 2, params, is_leaf=is_scaled
     )
+    decay = 0.0 if settings.umup else settings.weight_decay
+    b1, b2, eps = settings.b1, settings.b2, settings.adam_eps
     if settings.name == "sgd":
-        rule = optax.sgd(schedule, momentum=settings.b1 or None)
-    elif settings.name == "adam" or settings.umup:
-        rule = optax.adam(schedule, b1=settings.b1, b2=settings.b2, eps=settings.adam_eps)
-    else:
-        rule = optax.adamw(
+        rule = optax.sgd(schedule, momentum=b1 or None)
+    elif settings.name == "lion":
+        rule = optax.lion(schedule, b1=b1, b2=b2, weight_decay=decay, mask=decays)
+    elif settings.name == "muon":
+        rule = optax.contrib.muon(
             schedule,
-            b1=settings.b1,
-            b2=settings.b2,
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
-            mask=decays,
+            beta=b1,
+            adam_b1=b1,
+            adam_b2=b2,
+            eps=eps,
+            consistent_rms=_MUON_RMS,
+            muon_weight_dimension_numbers=muon_axes(params),
         )
+    elif settings.name == "adam" or settings.umup:
+        rule = optax.adam(schedule, b1=b1, b2=b2, eps=eps)
+    else:
+        rule = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=decay, mask=decays)
     if settings.umup:
         rule = umup(
             rule,
             params,
-            optimizer="sgd" if settings.name == "sgd" else "adam",
+            optimizer=settings.name if settings.name in ("sgd", "muon") else "adam",
             multipliers={**settings.multipliers},
         )
     chain: list[optax.GradientTransformation] = [rule]

@@ -11,7 +11,7 @@ from flax import nnx
 
 from tests.modules import build
 from unitscale import nn, ops
-from unitscale.optim import independent_weight_decay, umup, umup_rates
+from unitscale.optim import independent_weight_decay, muon_axes, umup, umup_rates
 
 
 class Model(nnx.Module):
@@ -151,28 +151,83 @@ class Chain(nnx.Module):
         return ops.softmax_cross_entropy(logits, ids * ids % 12)  # biases do not cancel
 
 
-def test_sgd_takes_steps_of_one_size_at_every_width() -> None:
-    """A step's RMS over the learning rate, by width, is that of Adam's rules up to a constant."""
+STEPS: dict[str, Any] = {
+    "sgd": (optax.sgd(1.0), "sgd", None),
+    "sgd, constrained readout": (optax.sgd(1.0), "sgd", "to_output_scale"),
+    "adam": (optax.adam(1.0), "adam", None),
+    "lion": (optax.lion(1.0), "adam", None),
+    "muon": (None, "muon", None),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_of_one_size_at_every_width(name: str) -> None:
+    """RMS of the steps of vectors and embeddings, and spectral norm of those of kernels."""
+    tx, optimizer, constraint = STEPS[name]
     ids = jnp.arange(12)
 
-    def steps(width: int, constraint: str | None) -> dict[str, float]:
+    def steps(width: int) -> dict[str, np.ndarray]:
         graphdef, params = nnx.split(build(lambda: Chain(width, constraint)))
-        tx = umup(optax.sgd(1.0), params, optimizer="sgd", readout_constraint=constraint)
+        inner = muon(params) if tx is None else tx
+        own = umup(inner, params, optimizer=optimizer, readout_constraint=constraint)
 
         @jax.jit
         def step(params):
             grads = jax.grad(lambda params: nnx.merge(graphdef, params).loss(ids))(params)
-            return tx.update(grads, tx.init(params), params)[0]
+            return own.update(grads, own.init(params), params)[0]
 
-        updates = by_path(step(params))
-        return {path: float(np.sqrt(np.mean(u**2))) for path, u in updates.items()}
+        return by_path(step(params))
 
-    free, bound = ([steps(w, c) for w in (64, 256)] for c in (None, "to_output_scale"))
-    for narrow, wide in (free, bound):
-        for path in narrow:
-            # Adam's: fan_in^-1/2 of a kernel, fan_out^-1/2 of an embedding, 1 of the others.
-            expected = 0.5 if path in ("embed.embedding", "dense.kernel") else 1.0
-            assert wide[path] / narrow[path] == pytest.approx(expected, rel=0.2), path
+    narrow, wide = steps(64), steps(256)
+    for path in narrow:
+        if path == "dense.kernel":
+            # In proportion to fan_out^1/2, so that what the kernel adds to its output is as large.
+            ratio = np.linalg.norm(wide[path], 2) / np.linalg.norm(narrow[path], 2) / 2
+        else:
+            ratio = np.sqrt(np.mean(wide[path] ** 2) / np.mean(narrow[path] ** 2))
+        assert ratio == pytest.approx(0.5 if path == "embed.embedding" else 1.0, rel=0.2), path
+
+
+def muon(params: Any) -> Any:
+    axes = muon_axes(params)
+    return optax.contrib.muon(1.0, consistent_rms=1.0, muon_weight_dimension_numbers=axes)
+
+
+KERNELS = {  # shape, fan_in, fan_out
+    "square": ((16, 16), 16, 16),
+    "wide": ((8, 32), 8, 32),
+    "tall": ((32, 8), 32, 8),
+    "convolution": ((3, 4, 8), 12, 8),
+    "stack": ((3, 8, 16), 8, 16),
+    "heads": ((8, 2, 4), 8, 8),
+}
+
+
+def test_muon_moves_hidden_kernels_alone_by_orthogonal_steps() -> None:
+    """The singular values of a step are fan_out^1/2, all of them, those of the others Adam's."""
+    draw = np.random.default_rng(0).standard_normal
+
+    def variable(shape: Any, **metadata: Any) -> Any:
+        return nnx.Param(jnp.array(draw(shape), jnp.float32), **metadata)
+
+    fans = {"fan_in": 4, "fan_out": 16, "depth": 1}
+    others = {role: variable((4, 16), role=role, **fans) for role in ("embedding", "readout")}
+    others["odd"] = variable((4, 16), role="weight", **fans | {"fan_in": 2})
+    kernels = {
+        name: variable(shape, role="weight", fan_in=fan_in, fan_out=fan_out, depth=4)
+        for name, (shape, fan_in, fan_out) in KERNELS.items()
+    }
+    params = nnx.State(others | kernels)
+    tx = umup(muon(params), params, optimizer="muon")
+    steps = by_path(jax.jit(lambda p: tx.update(p, tx.init(p), p)[0])(params))
+    for name, (_, fan_in, fan_out) in KERNELS.items():
+        values = np.linalg.svd(steps[name].reshape(-1, fan_in, fan_out), compute_uv=False)
+        values /= np.sqrt(fan_out / 4)
+        np.testing.assert_allclose(values, 0.9, atol=0.4, err_msg=name)  # five iterations
+    for name, factor in {"embedding": 1 / 4, "readout": 1.0, "odd": 2**-0.5}.items():
+        # The first step of Adam with Nesterov's momentum.
+        expected = factor * (1 + 0.9 * 0.1 / 0.19)
+        np.testing.assert_allclose(np.abs(steps[name]), expected, rtol=1e-3, err_msg=name)
 
 
 WIDTH = 64
@@ -217,6 +272,7 @@ def named(shape: Any, **metadata: Any) -> Any:
 WEIGHT = {"role": "weight", "fan_in": 3, "fan_out": 4, "depth": 1}
 WRONG: dict[str, Any] = {
     "params must be variables with role, .* w has none": lambda: umup_rates({"w": jnp.ones(3)}),
+    "params must be variables with role, fan_in": lambda: muon_axes({"w": jnp.ones((3, 4))}),
     "params must be variables": lambda: umup(optax.adam(1.0), named((3, 4))),
     "Did you mean 'weight'": lambda: umup(optax.sgd(1.0), named(3, **WEIGHT | {"role": "wieght"})),
     "Did you mean 'embedding'": lambda: umup(optax.sgd(1.0), {}, multipliers={"embeding": 2.0}),

@@ -42,8 +42,14 @@ SMALL = ("data.batch_size=16", "optimizer.learning_rate=0.002", "optimizer.b1=0.
 FP8 = "precision=scalify_fp8"
 
 RUNS: dict[str, tuple[str, ...]] = {
-    # At its own rate, 1.0, one value that rounds the other way moves a loss by percents.
-    "quickstart": ("gpt/quickstart", WARM, "optimizer.learning_rate=0.05"),
+    # At its own rate one value that rounds the other way moves a loss by percents.
+    "quickstart": (
+        "gpt/quickstart",
+        WARM,
+        "optimizer.name=adamw",
+        "optimizer.learning_rate=0.05",
+        "data.batch_size=16",
+    ),
     "parity": ("gpt/parity", WARM),
     "books": (
         "bert/books",

@@ -79,6 +79,7 @@ WRONG = [
     (["optimizer.umup=true"], r"optimizer\.umup needs model\.library unitscale"),
     (["model.library=unitscale", "model.norm_eps=1e-5"], r"norm_eps 1e-05 needs library plain"),
     (["optimizer.name=adam", "optimizer.weight_decay=0.1"], r"weight_decay needs name adamw"),
+    (["optimizer.name=muon", "optimizer.umup=false"], r"muon needs umup true"),
     (
         ["model.attention_implementation=chunked"],
         r"model: attention_implementation chunked needs library unitscale",

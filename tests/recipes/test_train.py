@@ -97,7 +97,7 @@ def test_a_run_that_lost_its_last_steps_repeats_them(make_config: MakeConfig) ->
 
 @pytest.mark.usefixtures("plots")
 def test_what_a_run_leaves_behind(make_config: MakeConfig) -> None:
-    config = make_config("train.sample_tokens=5")
+    config = make_config("train.sample_tokens=5", "train.sample_prompt=def")
     outcome, said = run(config)
     assert outcome.folder == Path(config.train.runs_dir) / "tiny"
     names = {path.name for path in outcome.folder.iterdir()}
@@ -114,9 +114,11 @@ def test_what_a_run_leaves_behind(make_config: MakeConfig) -> None:
     rows = read_metrics(outcome.folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
-    assert f"validation loss {outcome.validation_loss:.4f}" in said
     assert "step 6/6  loss" in said
-    assert "sample:" in said
+    assert "sample: def" in said
+    last = said[said.index("trained in ") :]
+    assert f" tokens/s: validation loss {outcome.validation_loss:.4f}" in last
+    assert "loss.png" in last
 
 
 def test_a_finished_run_is_not_trained_again(make_config: MakeConfig) -> None:

@@ -415,6 +415,9 @@ def test_learning_rates(role, factor, width) -> None:
         assert rate(depth=depth) == pytest.approx(factor / math.sqrt(depth), rel=1e-15)
     found = rate(depth=4, optimizer="sgd", **bound)
     assert found == pytest.approx(factor * width / 2, rel=1e-15)
+    narrows = rate(depth=4, optimizer="muon", fan_in=256, fan_out=64)
+    assert rate(optimizer="muon") == (1 if role == "weight" else factor)
+    assert narrows == (1 / 4 if role == "weight" else rate(depth=4, fan_out=64))
 
 
 rate = functools.partial(rules.umup_learning_rate, "weight", fan_in=64, fan_out=256)

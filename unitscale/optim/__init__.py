@@ -19,6 +19,7 @@ from ._umup import (
     UmupRate as UmupRate,
     UmupRates as UmupRates,
     independent_weight_decay as independent_weight_decay,
+    muon_axes as muon_axes,
     umup as umup,
     umup_rates as umup_rates,
 )

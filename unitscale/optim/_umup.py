@@ -1,5 +1,6 @@
 """u-muP: one learning rate for every width and depth, and weight decay independent of it."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -18,14 +19,26 @@ def _has_role(x: Any) -> bool:
     return hasattr(x, "role") and hasattr(x, "fan_in")
 
 
-def _factor_of(path: Any, parameter: Any, **settings: Any) -> float:
-    if not _has_role(parameter):
+def _matrix_axes(path: Any, x: Any) -> optax.contrib.MuonDimensionNumbers | None:
+    """Return the axes of a hidden kernel's inputs and outputs; axes before them are a stack's."""
+    if not _has_role(x):
         raise ValueError(
             "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
             "as nnx.state(model, nnx.Param) of unitscale.nn layers are; "
             f"{path_name(path) or 'params'} has none; make it with them, as in "
             "nnx.Param(x, role='bias', fan_in=1, fan_out=1, depth=1)"
         )
+    for first, split in itertools.combinations(range(len(x.shape)), 2):
+        fans = math.prod(x.shape[first:split]), math.prod(x.shape[split:])
+        if x.role == "weight" and fans == (x.fan_in, x.fan_out):
+            axes = tuple(range(first, split)), tuple(range(split, len(x.shape)))
+            return optax.contrib.MuonDimensionNumbers(*axes)
+    return None
+
+
+def _factor_of(path: Any, parameter: Any, **settings: Any) -> float:
+    if _matrix_axes(path, parameter) is None and settings.get("optimizer") == "muon":
+        settings["optimizer"] = "adam"
     shape = {"fan_in": parameter.fan_in, "fan_out": parameter.fan_out, "depth": parameter.depth}
     return rules.umup_learning_rate(parameter.role, **shape, **settings)
 
@@ -34,7 +47,7 @@ def umup(
     inner: optax.GradientTransformation,
     params: Any,
     *,
-    optimizer: Literal["adam", "sgd"] = "adam",
+    optimizer: Literal["adam", "sgd", "muon"] = "adam",
     readout_constraint: Literal["to_output_scale"] | None = None,
     multipliers: Mapping[str, float] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -55,7 +68,7 @@ def umup(
         params: the parameters that will be trained, as variables with metadata:
             ``nnx.state(model, nnx.Param)``.
         optimizer: "adam" if the size of updates does not depend on gradients (adam, lion, rmsprop,
-            muon, ...), "sgd" if it is proportional to them.
+            ...), "sgd" if it is proportional to them, "muon" for it with `muon_axes`.
         readout_constraint: that of the model's readout; it matters to "sgd" only.
         multipliers: a further factor by role, 1 by default.
 
@@ -108,6 +121,18 @@ def umup(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+def muon_axes(params: Any) -> Any:
+    """Return the ``muon_weight_dimension_numbers`` of a model's hidden kernels.
+
+    All else (vectors, embeddings, the readout) is None, which `optax.contrib.muon` leaves to Adam.
+    With ``consistent_rms=1 / 32`` one learning rate suits both.
+
+    Raises:
+        ValueError: if a parameter has no role.
+    """
+    return jax.tree.map_with_path(_matrix_axes, params, is_leaf=_has_role)
+
+
 class UmupRate(NamedTuple):
     """The learning rate of one parameter.
 
@@ -126,7 +151,7 @@ class UmupRates(list[UmupRate]):
     """The learning rates of a model's parameters; prints as a table."""
 
     def start(self, plain: float) -> float:
-        """Return the rate at which kernels move, on average, as at a plain model's Adam rate."""
+        """Return where to start a search: it moves kernels as a plain model's Adam rate does."""
         logs = [math.log(rate.plain) for rate in self if rate.role == "weight"]
         return plain / math.exp(sum(logs) / len(logs)) if logs else plain
 
@@ -197,7 +222,6 @@ def independent_weight_decay(decay: float, mask: Any = None) -> optax.GradientTr
     """
     if not 0 <= decay < 1:
         raise ValueError(
-            "unitscale.optim.independent_weight_decay: decay must be the share of a weight that a "
-            f"step removes, in [0, 1); got {decay!r}"
+            f"unitscale.optim.independent_weight_decay: decay must be in [0, 1); got {decay!r}"
         )
     return optax.add_decayed_weights(-decay, mask)

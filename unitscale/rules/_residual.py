@@ -14,14 +14,7 @@ import numpy as np
 
 from ..core import check_choice
 from ._elementwise import correlation_kernel, glu
-from ._linear import (
-    Constraint,
-    Factors,
-    check_sizes,
-    constrain,
-    positive_number,
-    real_number,
-)
+from ._linear import Constraint, Factors, check_sizes, constrain, positive_number, real_number
 
 ResidualScheme: TypeAlias = Literal["fixed", "running_mean", "depth"]
 """Name of a rule for the tau of each branch: see `residual_taus`."""
@@ -172,8 +165,14 @@ def umup_learning_rate(
         weight: `fan_in^-1/2`; embedding: `fan_out^-1/2`; readout, bias and norm: 1. Each times
         `depth^-1/2`, depth being the number of residual branches of the stack that the parameter is
         in (1 outside any). The best global learning rate then does not change with width or depth,
-        for weights of unit variance with updates of unit size: those of `optimizer` "adam", and
-        those of "sgd", proportional to gradients, if these are unit scaled.
+        for weights of unit variance with updates of unit size: those of `optimizer` "adam" (as of
+        Lion, whose updates are signs), and those of "sgd", proportional to gradients, if these are
+        unit scaled.
+
+        "muon": weights have `min(1, fan_out / fan_in)^1/2`, the other roles Adam's factors. An
+        orthogonalized update of RMS 1 has the spectral norm `max(fan_in, fan_out)^1/2`. That of a
+        kernel of unit variance, which acts as `fan_in^-1/2 W`, should change in proportion to
+        `fan_out^1/2`, as it does with Adam, whose updates become aligned.
 
         With SGD and a readout constrained `to_output_scale`, all gradients before the readout have
         the factor `width^-1` of its input gradient. Their parameters are therefore multiplied by
@@ -182,18 +181,17 @@ def umup_learning_rate(
 
     References:
         u-muP, arXiv 2407.17465, table 2 (learning rates) and appendix G (depth); unit-scaling,
-        `optim.py` (SGD and the readout's constraint).
+        `optim.py` (SGD and the readout's constraint). Muon: Yang et al., 2023, arXiv 2310.17813
+        (spectral condition); Qiu et al., 2025, arXiv 2512.05620. Lion: Chen et al., 2023, arXiv
+        2302.06675.
     """
-    rule = "umup_learning_rate"
-    check_sizes(rule, fan_in=fan_in, fan_out=fan_out, depth=depth)
-    check_choice(f"unitscale.rules.{rule}", "role", role, ROLES)
-    check_choice(f"unitscale.rules.{rule}", "optimizer", optimizer, ("adam", "sgd"))
-    check_choice(
-        f"unitscale.rules.{rule}",
-        "readout_constraint",
-        readout_constraint,
-        (None, "to_output_scale"),
-    )
+    where = "unitscale.rules.umup_learning_rate"
+    check_sizes("umup_learning_rate", fan_in=fan_in, fan_out=fan_out, depth=depth)
+    check_choice(where, "role", role, ROLES)
+    check_choice(where, "optimizer", optimizer, ("adam", "sgd", "muon"))
+    check_choice(where, "readout_constraint", readout_constraint, (None, "to_output_scale"))
+    if optimizer == "muon" and role == "weight":
+        return math.sqrt(min(1, fan_out / fan_in) / depth)
     fan = {"weight": fan_in, "embedding": fan_out}.get(role, 1)
     width = 1
     if optimizer == "sgd" and readout_constraint is not None and role != "readout":

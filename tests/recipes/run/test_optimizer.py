@@ -58,7 +58,9 @@ GRADS = jax.tree.map(lambda p: jnp.full_like(p, 3.0), PARAMS)
     [
         {"name": "sgd", "b1": 0.0, "umup": False},
         {"name": "adamw", "clip_norm": 1.0, "weight_decay": 0.1},
-        {"precision": {"weights": "float16", "moments": ["float8_e4m3fn"] * 2}},
+        {"weights": "float16", "moments": ["float8_e4m3fn", "float8_e4m3fn"]},
+        {"name": "lion", "weights": "float16", "moments": ["float8_e4m3fn", "float8_e4m3fn"]},
+        {"name": "muon", "clip_norm": 1.0, "weights": "float16", "moments": ["float16", "float16"]},
     ],
     ids=str,
 )
@@ -104,6 +106,28 @@ def test_adamw_decays_matrices_only() -> None:
     np.testing.assert_allclose(out["kernel"], -0.5, rtol=1e-5)
 
 
+def test_lion_moves_by_signs() -> None:
+    out = updates(make(name="lion", umup=False, weight_decay=0.1), PARAMS, GRADS)
+    np.testing.assert_allclose(out["kernel"], -0.5 * (1 + 0.1 * 2.0), rtol=1e-6)
+    np.testing.assert_allclose(out["gain"], -0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_muon_moves_hidden_kernels_as_the_rule_says(scan: bool) -> None:
+    config = make(name="muon")
+    shape = config.model.model_copy(update={"scan": scan})
+    _, _, state = init_state(config.model_copy(update={"model": shape}))
+    out = nnx.to_pure_dict(updates(config, state.params, state.params))
+    layers = out["stack"]["layers"]
+    down = (layers if scan else layers[0])["mlp"]["down"]["kernel"]  # 32 to 8, in 2 branches
+    values = np.linalg.svd(np.asarray(down).reshape(32, 8), compute_uv=False)
+    values /= 0.5 / 32 * (8 / 2) ** 0.5  # learning rate, Muon's RMS, fan-out and depth
+    np.testing.assert_allclose(values, 0.9, atol=0.4)
+    first = 1 + 0.9 * 0.1 / 0.19  # step of Adam, with Nesterov's momentum
+    size = float(np.abs(out["embed"]["embedding"]).max())
+    assert size == pytest.approx(0.5 * 8**-0.5 * first, rel=0.01)
+
+
 @pytest.mark.parametrize("umup", [False, True])
 @pytest.mark.parametrize("scan", [False, True])
 def test_decay_leaves_out_gains_and_biases_of_a_stack_too(scan: bool, umup: bool) -> None:
@@ -118,9 +142,10 @@ def test_decay_leaves_out_gains_and_biases_of_a_stack_too(scan: bool, umup: bool
     assert decays == {(role, role in matrices) for role in (*matrices, "bias", "norm")}
 
 
-def test_decay_under_umup_depends_on_neither_learning_rate_nor_role() -> None:
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_decay_under_umup_depends_on_neither_learning_rate_nor_role(name: str) -> None:
     def decay(**settings: Any) -> Any:
-        config = make(name="adamw", **settings)
+        config = make(name=name, **settings)
         _, _, state = init_state(config)
         zero = jax.tree.map(jnp.zeros_like, state.params)
         return jax.tree.map(jnp.divide, updates(config, state.params, zero), state.params)
