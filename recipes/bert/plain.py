@@ -12,8 +12,7 @@ import optax
 from flax import nnx
 
 from ..config import GPTModelConfig
-from ..hf.layers import Parts
-from ..hf.plain import Layer
+from ..hf.plain import Layer, Parts
 from .config import SEGMENTS, BertModelConfig
 
 SHARED = "vocab", "width", "layers", "heads", "mlp_ratio", "context", "positions", "dropout"

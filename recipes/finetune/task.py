@@ -20,7 +20,7 @@ from ..bert.heads import mean_loss
 from ..bert.model import Encoder, Pooler
 from ..config import TOKENIZER_FILE
 from ..errors import RecipeError
-from ..hf import Bert, Pretrained, labels_in, load, save, shape_of_bert
+from ..hf import Bert, Pretrained, load, save, shape_of_bert
 from ..run.earlier import take_weights
 from ..run.evaluate import SCORES, predict
 from ..run.monitor import monitored
@@ -167,10 +167,10 @@ def load_data(config: FinetuneConfig) -> TaskData:
     """Read and tokenize the files of a task."""
     if config.plain:
         shape = shape_of_bert(config.init)
-        vocab, positions = shape.vocab, shape.longest
+        vocab, positions, known = shape.vocab, shape.longest, shape.labels
     else:
         pretraining = pretraining_of(config.init)
-        vocab, positions = pretraining.model.vocab, pretraining.longest
+        vocab, positions, known = pretraining.model.vocab, pretraining.longest, ()
     data, length = config.data, config.data.sequence_length
     if positions is not None and length > positions:
         raise RecipeError(
@@ -193,7 +193,6 @@ def load_data(config: FinetuneConfig) -> TaskData:
         if config.squad.negatives is not None:
             train = with_answers(train, config.squad.negatives, config.seed)
     else:
-        known = labels_in(config.init) if config.plain else ()
         source = load_classification(data, config.classification, known)
         mark = config.classification.mark_matches
         train, scored = (

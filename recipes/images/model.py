@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from ..config import ScalifyConfig
-from ..hf.layers import make_product
+from ..hf.plain import make_product
 from .config import ImageModelConfig
 
 
