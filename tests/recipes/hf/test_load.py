@@ -239,27 +239,18 @@ def test_a_new_head(name: str, task: Any, modules: tuple[str, ...], tmp_path: Pa
     save(pretrained, tmp_path)
     tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)  # which writes the same bytes
     assert safetensors.numpy.save(tensors, {"format": "pt"}) == (tmp_path / WEIGHTS).read_bytes()
-    again = load(tmp_path)
+    again: Any = load(tmp_path)
     assert (again.task, again.drawn) == (task, ())
     chex.assert_trees_all_equal(again.params, pretrained.params)
-    inputs, _ = reference(FIXTURES / name)
-    shape = (*inputs[0].shape, 2) if classes is None else (len(inputs[0]), 5)
-    assert nnx.eval_shape(logits, again.model, *inputs).shape == shape
-
-
-def test_labels(tmp_path: Path) -> None:
-    pretrained = load(FIXTURES / "bert-mlm", "classification", new_head=True, classes=5)
-    assert pretrained.config.labels == ()
-    save(pretrained, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
-    assert config["architectures"] == ["BertForSequenceClassification"]
-    again = load(tmp_path)
+    if classes is None:
+        return
     assert again.config.labels == tuple(f"LABEL_{index}" for index in range(5))
     for source in (pretrained, again):  # a head that is new, and one that was there
         save(source, tmp_path / "named", labels="edcba")
         config = json.loads((tmp_path / "named" / "config.json").read_text("utf-8"))
-        assert load(tmp_path / "named").config.labels == tuple("edcba")
+        assert list(config["id2label"].values()) == list("edcba")
         assert config["label2id"] == {"e": 0, "d": 1, "c": 2, "b": 3, "a": 4}
+        assert config["architectures"][0].endswith("ForSequenceClassification")
     with pytest.raises(RecipeError, match="classes to be None or that of the folder; got 4"):
         load(tmp_path, classes=4)
 
@@ -324,15 +315,11 @@ def test_files_beside_the_weights(tmp_path: Path) -> None:
     folder = copied("llama3", tmp_path)
     (folder / "pytorch_model.bin").write_bytes(b"no pickle")  # not read
     (folder / INDEX).write_text("{}", "utf-8")  # left over
-    assert load(folder).source.ends == (0,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', "utf-8")
     pretrained = load(folder)
-    assert pretrained.source.ends == (7, 9)
+    assert (pretrained.source.ends, loaded("llama3").source.ends) == ((7, 9), (0,))
     save(pretrained, tmp_path / "new")
     assert {"generation_config.json", INDEX} - same_files(folder, tmp_path / "new") == {INDEX}
-    (folder / "generation_config.json").unlink()
-    change_config(folder, eos_token_id=None)
-    assert load(folder).source.ends == ()
 
 
 Change = Callable[[Path], Any]

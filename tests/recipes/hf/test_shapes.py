@@ -74,19 +74,13 @@ ROPES = {
 }
 # What older versions of transformers wrote into every file, and training and serving add.
 INERT = {
-    "_commit_hash": "d5b10f7",
-    "_num_labels": 2,
     "auto_map": {"AutoTokenizer": ["tokenization_own.Tokenizer", None]},
     "bad_words_ids": None,
     "is_encoder_decoder": False,
     "length_penalty": 1.0,
-    "neftune_noise_alpha": 5,
     "prefix": "",
     "pruned_heads": {},
-    "sentence_transformers": {"version": "4.1.0"},
-    "torch_dtype": "bfloat16",
     "unknown": None,
-    "use_bfloat16": False,
 }
 
 
@@ -136,43 +130,26 @@ def test_older_spellings(name: str, keys: dict[str, Any], tmp_path: Path) -> Non
 
 
 FULL, LOCAL = "full_attention", "sliding_attention"
+OLDEST = "original_max_position_embeddings"
+UNUSED = LINEAR | {"attention_factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 2.0, "truncate": False}
 # fixture, keys, and what they change in the shape, or after a dot in its decoder
 KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt2", {"n_inner": None, "layer_norm_epsilon": 0.1}, {"mlp_ratio": 4.0, "norm_eps": 0.1}),
-    (
-        "llama2",
-        {"rms_norm_eps": 0.1, "hidden_act": "gelu"},
-        {"norm_eps": 0.1, ".activation": "gelu"},
-    ),
+    ("llama2", {"hidden_act": "gelu_new", "rms_norm_eps": 0.1}, {".activation": "gelu_tanh"}),
     ("llama2", {"mlp_bias": True}, {".biases": ("mlp",), ".attention_scale": None}),
+    ("llama2", {"rope_parameters": LINEAR | {"rope_theta": 9.0}}, {".rope.base": 9.0}),
+    ("llama2", {"rope_parameters": LINEAR | {"factor": 3.0}}, {".rope.factor": 3.0}),
+    ("llama2", {"rope_parameters": UNUSED}, {".rope.attention_factor": 1.0}),
     ("llama3", {"attention_bias": False}, {".biases": (), ".query_key_norms": False}),
-    (
-        "llama2",
-        {"rope_parameters": LINEAR | {"factor": 3.0, "rope_theta": 9.0, "attention_factor": 2.0}},
-        {".rope.factor": 3.0, ".rope.base": 9.0, ".rope.attention_factor": 1.0},
-    ),
-    (
-        "llama3",
-        {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5, "high_freq_factor": 3.0}},
-        {".rope.low_factor": 1.5, ".rope.high_factor": 3.0, ".rope.context": 16},
-    ),
-    (
-        "llama3",
-        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": None}},
-        {".rope.context": 64},
-    ),
-    (
-        "qwen3",
-        {"rope_parameters": YARN},
-        {".rope.fast": 2.0, ".rope.slow": 1.0, ".rope.truncate": False, ".rope.context": 64}
-        | {".rope.attention_factor": 0.1 * np.log(8) + 1},
-    ),
-    (
-        "qwen3",
-        {"rope_parameters": YARN | {"attention_factor": 1.5}},
-        {".rope.attention_factor": 1.5},
-    ),
+    ("llama3", {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5}}, {".rope.low_factor": 1.5}),
+    ("llama3", {"rope_parameters": LLAMA3 | {"high_freq_factor": 3}}, {".rope.high_factor": 3}),
+    ("llama3", {"rope_parameters": LLAMA3 | {OLDEST: 32}}, {".rope.context": 32}),
+    ("llama3", {"rope_parameters": LLAMA3 | {OLDEST: None}}, {".rope.context": 64}),
+    ("qwen3", {"rope_parameters": YARN}, {".rope.fast": 2.0, ".rope.slow": 1.0}),
+    ("qwen3", {"rope_parameters": YARN}, {".rope.truncate": False, ".rope.context": 64}),
+    ("qwen3", {"rope_parameters": YARN}, {".rope.attention_factor": 0.1 * np.log(8) + 1}),
+    ("qwen3", {"rope_parameters": YARN | {"attention_factor": 2}}, {".rope.attention_factor": 2}),
     ("qwen3", {"rope_parameters": YARN | {"factor": 0.5}}, {".rope.attention_factor": 1.0}),
     ("mistral", {"sliding_window": 5}, {".window": 5, ".local_layers": (0, 1)}),
     ("mistral", {"sliding_window": None}, {".window": None, ".local_layers": ()}),
@@ -180,47 +157,31 @@ KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", GONE | {"use_sliding_window": False}, {".local_layers": ()}),
     ("qwen2", GONE | {"max_window_layers": 0}, {".local_layers": (0, 1)}),
     ("qwen3", {}, {".query_key_norms": True, ".post_norms": False, ".norm_offset": False}),
-    (
-        "gemma2",
-        {"hidden_activation": "silu", "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.6},
-        {".activation": "silu", ".attention_scale": 0.25, ".attention_cap": 0.6},
-    ),
-    ("gemma2", {"final_logit_softcapping": 3.0}, {".logit_cap": 3.0, ".query_key_norms": False}),
-    (
-        "gemma3",
-        {"rope_parameters": {FULL: LINEAR, LOCAL: LINEAR}},
-        {".local_rope.scaling": "linear", ".local_rope.factor": 2.0, ".embedding_scale": True}
-        | {".query_key_norms": True, ".norm_offset": True, ".post_norms": True},
-    ),
-    (
-        "gemma3",
-        GONE | {"num_hidden_layers": 7, "rope_theta": 5.0, "rope_local_base_freq": 20.0},
-        {".local_layers": (0, 1, 2, 3, 4, 6), ".rope.base": 5.0, ".local_rope.base": 20.0},
-    ),
+    ("gemma2", {"hidden_activation": "silu"}, {".activation": "silu", ".query_key_norms": False}),
+    ("gemma2", {"query_pre_attn_scalar": 16}, {".attention_scale": 0.25, ".norm_offset": True}),
+    ("gemma2", {"attn_logit_softcapping": 0.6}, {".attention_cap": 0.6, ".post_norms": True}),
+    ("gemma2", {"final_logit_softcapping": 3.0}, {".logit_cap": 3.0, ".embedding_scale": True}),
+    ("gemma3", {"rope_parameters": {LOCAL: LINEAR}}, {".local_rope.factor": 2.0}),
+    ("gemma3", {"rope_parameters": {LOCAL: LINEAR}}, {".rope.base": 1e6, ".rope.factor": 1.0}),
+    ("gemma3", GONE | {"num_hidden_layers": 7}, {".local_layers": (0, 1, 2, 3, 4, 6)}),
+    ("gemma3", GONE | {"rope_local_base_freq": 20.0}, {".local_rope.base": 20.0}),
+    ("gemma3", {}, {".query_key_norms": True, "kv_heads": 2}),
     ("roberta-mlm", {"pad_token_id": 5}, {"padding": 5, "longest": 26}),
-    (
-        "roberta-mlm",
-        {"hidden_act": "gelu_new", "pad_token_id": ...},
-        {".activation": "gelu_tanh", "head_activation": "gelu", "padding": 1},
-    ),
+    ("roberta-mlm", {"pad_token_id": ..., "hidden_act": "gelu_new"}, {"padding": 1}),
+    ("roberta-mlm", {"hidden_act": "gelu_new"}, {".activation": "gelu_tanh"}),
+    ("roberta-mlm", {"hidden_act": "gelu_new"}, {"head_activation": "gelu"}),
     ("bert-mlm", {"layer_norm_eps": 0.1}, {"norm_eps": 0.1, "longest": 32, "padding": None}),
     ("bert-mlm", {"hidden_act": "gelu_new"}, {"head_activation": "gelu_tanh", "modern": False}),
-    (
-        "bert-mlm",
-        {"type_vocab_size": 3, "hidden_dropout_prob": 0.3},
-        {"segments": 3, "dropout": 0.3},
-    ),
+    ("bert-mlm", {"hidden_dropout_prob": 0.3}, {"segments": 2, "dropout": 0.3}),
     ("bert-classes", {"id2label": None, "num_labels": 7}, {"classes": 7, "labels": ()}),
     ("bert-classes", {"id2label": {"1": "b", "0": "a"}}, {"classes": 2, "labels": ("a", "b")}),
     ("bert-classes", {"id2label": {"1": "b", "2": "a"}}, {"classes": 2, "labels": ()}),
     ("modernbert-mlm", {"local_attention": 6}, {".window": 4, "longest": 32, "modern": True}),
     ("modernbert-mlm", {"layer_types": [FULL] * 3}, {".local_layers": (), ".window": None}),
-    (
-        "modernbert-mlm",
-        {"classifier_activation": "silu", "norm_eps": 0.1, "norm_bias": True, "mlp_dropout": 0.2},
-        {"head_activation": "silu", "norm_eps": 0.1, "norm_bias": True, "dropout": 0.2},
-    ),
+    ("modernbert-mlm", {"classifier_activation": "silu"}, {"head_activation": "silu"}),
+    ("modernbert-mlm", {"norm_eps": 0.1, "norm_bias": True}, {"norm_eps": 0.1, "norm_bias": True}),
     ("modernbert-mlm", {"decoder_bias": False}, {"readout_bias": False, "head_bias": True}),
+    ("modernbert-mlm", {"mlp_dropout": 0.2, "mlp_bias": True}, {"dropout": 0.2}),
     ("modernbert-classes", {"classifier_pooling": "cls"}, {"pooling": "cls", "classes": 3}),
 ]
 
@@ -239,10 +200,8 @@ CODE = {"AutoConfig": "configuration_bert.BertConfig"}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # keys that may change what is computed
     ("SmolLM2-135M-Instruct", {"rope_interleaved": True}, "rope_interleaved: .*True"),
-    ("Mistral-7B-v0.1", {"rope_interleaved": True}, "rope_interleaved: expected no key .* True"),
     ("mistral", {"layer_types": [FULL] * 2}, "layer_types: expected no key"),
     ("llama3", {"width": 8}, "width: expected no key .*got 8"),
-    ("Qwen3-0.6B", {"quantization_config": {"bits": 3}}, "quantization_config: .*'bits': 3"),
     ("distilgpt2", {"multi_query": True}, "multi_query: expected no key .*True"),
     ("bert-mlm", {"embedding_size": 128}, "embedding_size: expected no key"),
     ("modernbert-mlm", {"sliding_window": 8}, "sliding_window: expected no key"),
@@ -251,10 +210,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma-3-270m", {"model_type": "gemma3"}, "model_type gpt2, llama, .*got 'gemma3'"),
     ("bert-mlm", {"model_type": "albert"}, "model_type bert, roberta, modernbert; got 'albert'"),
     ("gpt2", {"activation_function": "relu"}, "activation_function: .*got 'relu'"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx: .*got True"),
     ("gpt2", {"n_embd": ...}, "n_embd: expected Field required"),
     ("gpt2", {"n_head": 3}, "heads must divide width; got heads 3"),
-    ("mistral", {"hidden_act": "relu"}, "hidden_act: .*'silu'.*got 'relu'"),
     ("llama3", {"num_key_value_heads": 3}, "kv_heads must divide heads; got kv_heads 3"),
     ("qwen3", {"head_dim": 5}, "even head size .* 5"),
     ("gemma2", {"layer_types": [FULL]}, "layer_types of 2 layers; got 1"),
@@ -262,13 +219,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"use_bidirectional_attention": True}, "bidirectional_attention: .* got True"),
     ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping: .*got 5"),
     ("bert-mlm", {"position_embedding_type": "relative_key"}, "got 'relative_key'"),
-    ("bert-mlm", {"is_decoder": True}, "is_decoder: expected False; got True"),
     ("bert-mlm", {"hidden_size": "16"}, "hidden_size: expected a valid integer; got '16'"),
     ("roberta-mlm", {"pad_token_id": 31}, "pad_token_id: .*got 31 and 32"),
-    ("modernbert-mlm", {"local_attention": 0}, "local_attention: expected greater than 0"),
-    ("modernbert-mlm", {"position_embedding_type": "alibi"}, "_type: expected .*got 'alibi'"),
     # rotary positions
-    ("llama2", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling.rope_type: .*got 'dynamic'"),
     ("llama2", {"rope_scaling": {"type": "yarn"}}, "rope_type yarn with factor"),
     ("llama2", {"rope_scaling": YARN | {"finetuned": True}}, "rope_scaling.finetuned: .* no such"),
     ("llama2", {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast .*got 0.5, 1.0 and 100"),
