@@ -298,12 +298,8 @@ def test_a_yarn_band_of_no_width(context: int, share: float) -> None:
     np.testing.assert_allclose(found, [1, share, share, share], rtol=1e-6)
 
 
-def test_frequencies() -> None:
-    plain = frequencies(8, RopeConfig(base=16.0))
-    np.testing.assert_allclose(plain, [1, 1 / 2, 1 / 4, 1 / 8], rtol=1e-7)
-    linear = frequencies(8, RopeConfig(base=16.0, scaling="linear", factor=5.0))
-    np.testing.assert_allclose(linear, plain / 5, rtol=1e-6)
-    # Llama 3, by wavelengths, as in the model's published code.
+def test_llama3_frequencies() -> None:
+    """By wavelengths, as in the model's published code."""
     rope = RopeConfig(base=50.0, scaling="llama3", factor=8.0, context=64)
     wavelengths = 2 * np.pi * 50.0 ** (np.arange(0, 16, 2) / 16)
     smooth = (64 / wavelengths - rope.low_factor) / (rope.high_factor - rope.low_factor)
@@ -313,32 +309,21 @@ def test_frequencies() -> None:
     np.testing.assert_allclose(frequencies(16, rope), expected, rtol=1e-6)
 
 
-def test_rotation_multiplies_complex_numbers() -> None:
-    x = np.random.default_rng(0).standard_normal((2, 3, 2, 8)).astype(np.float32)
-    positions, turn = np.asarray([0, 5, 17]), frequencies(8, RopeConfig())
-    pairs = x[..., :4].astype(np.float64) + 1j * x[..., 4:]
-    turned = 1.2 * pairs * np.exp(1j * positions[:, None, None] * turn.astype(np.float64))
-    expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    found = rotate(jnp.asarray(x), jnp.asarray(positions), turn, 1.2)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert rotate(jnp.asarray(x, jnp.float16), jnp.asarray(positions), turn).dtype == jnp.float16
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_capped_attention(dtype: str) -> None:
-    """Groups of two heads, a head and a query at a time, in float64."""
+def test_rotation_and_attention_in_float16() -> None:
+    """Both are computed in float32; a factor multiplies what is rotated."""
     draw = np.random.default_rng(0)
-    q = draw.standard_normal((7, 4, 6)).astype(dtype)
-    k, v = draw.standard_normal((2, 7, 2, 6)).astype(dtype)
-    expected = np.zeros(q.shape)
-    for head, time in np.ndindex(4, 7):
-        keys, values = (x[: time + 1, head // 2].astype(np.float64) for x in (k, v))
-        weights = np.exp(0.7 * np.tanh(keys @ q[time, head] * 6**-0.5 / 0.7))
-        expected[time, head] = weights / weights.sum() @ values
-    batch, mask = [jnp.asarray(x)[None] for x in (q, k, v)], np.tril(np.ones((7, 7), bool))
-    found = attend(*batch, cap=0.7, mask=mask[None, None])[0]
-    assert found.dtype == dtype
-    np.testing.assert_allclose(found, expected, atol=4 * float(jnp.finfo(dtype).eps))
+    q, k, v = (jnp.asarray(draw.standard_normal((2, 3, 2, 8)), jnp.float16) for _ in range(3))
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    places, turn = jnp.asarray([0, 5, 17]), frequencies(8, RopeConfig())
+    half = rotate(q, places, turn)
+    np.testing.assert_array_equal(half, rotate(wide[0], places, turn).astype(jnp.float16))
+    assert half.dtype == jnp.float16
+    turned = rotate(wide[0], places, turn, 1.5)
+    np.testing.assert_allclose(turned, 1.5 * rotate(wide[0], places, turn), rtol=1e-5)
+    options: dict[str, Any]
+    for options in ({"is_causal": True}, {"cap": 0.7, "mask": jnp.ones((1, 1, 3, 3), bool)}):
+        expected = attend(*wide, **options).astype(jnp.float16)
+        np.testing.assert_array_equal(attend(q, k, v, **options), expected)
 
 
 SIZES = {
