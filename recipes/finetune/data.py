@@ -83,9 +83,7 @@ def _padding_copy(tokenizer: Tokenizer, length: int, least: int, *, pairs: bool)
             f"data.sequence_length: expected at least {least + special}, with {special} special "
             f"tokens; got {length}; raise it, or lower squad.max_question_length"
         )
-    copy, padding = Tokenizer.from_str(tokenizer.to_str()), tokenizer.padding
-    copy.no_padding()
-    copy.no_truncation()
+    copy = Tokenizer.from_str(tokenizer.to_str())
     for probe in (copy.encode("a"), copy.encode("a", "a")):
         texts = [part for part in probe.sequence_ids if part is not None]
         if not any(probe.special_tokens_mask[:1]) or texts != sorted(texts):
@@ -94,8 +92,7 @@ def _padding_copy(tokenizer: Tokenizer, length: int, least: int, *, pairs: bool)
                 f"second text last; got {' '.join(probe.tokens)}; use another"
             )
     found = (copy.token_to_id(token) for token in ("[PAD]", "<pad>"))
-    pad = padding["pad_id"] if padding else next((i for i in found if i is not None), 0)
-    copy.enable_padding(length=length, pad_id=pad)
+    copy.enable_padding(length=length, pad_id=next((i for i in found if i is not None), 0))
     return copy
 
 

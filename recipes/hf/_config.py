@@ -84,8 +84,6 @@ deterministic_flash_attn reference_compile repad_logits_with_grad sparse_predict
 sparse_pred_ignore_index sliding_window_size
 """
 INERT = frozenset(_INERT_KEYS.split())
-# Unknown keys with these values, or 0, switch nothing on.
-_OFF = (None, False, "", [], {})
 
 
 def model_type(
@@ -147,12 +145,12 @@ def validated(
 ) -> Any:
     """Validate a JSON file in the folder `path`, or its section `key`, against a pydantic schema.
 
-    With `inert`, a key that is in neither it nor the schema is refused.
+    With `inert`, a key that is in neither it nor the schema is refused if it is not null or false.
     """
     if inert is not None:
         own = {field.alias or name for name, field in schema.model_fields.items()}
         for name, value in values.items():
-            if name not in inert | own and value not in _OFF:
+            if name not in inert | own and value:
                 raise RecipeError(
                     f"{path / file}: {name}: expected no key that is not known here; got "
                     f"{clipped(value)}, which may change what the model computes; if it does not, "

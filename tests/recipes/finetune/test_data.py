@@ -238,7 +238,7 @@ LAYOUTS: list[tuple[Any, str | None]] = [
 
 @pytest.mark.parametrize(("processor", "message"), LAYOUTS)
 def test_layouts(processor: Any, message: str | None) -> None:
-    """A tokenizer's own padding is used, and its truncation is left alone."""
+    """The tokenizer itself is left alone."""
     tokenizer = make_tokenizer() if processor else Tokenizer(make_tokenizer().model)
     if processor:
         tokenizer.post_processor = processor  # type: ignore[assignment]
@@ -248,13 +248,10 @@ def test_layouts(processor: Any, message: str | None) -> None:
             records(pair, 8, tokenizer)
         return
     expected = tokenizer.encode("the mine", "open")
-    tokenizer.enable_padding(length=30, pad_id=7, pad_token="[PAD]")
-    tokenizer.enable_truncation(2)
     found, count = records(pair, 10, tokenizer).arrays, len(expected)
-    assert found["ids"][0].tolist() == expected.ids + [7] * (10 - count)
+    assert found["ids"][0].tolist() == expected.ids + [0] * (10 - count)
     assert found["segments"][0, :count].tolist() == expected.type_ids
-    assert tokenizer.padding is not None
-    assert tokenizer.truncation is not None
+    assert tokenizer.padding is tokenizer.truncation is None
 
 
 # SQuAD
@@ -365,8 +362,20 @@ ANSWERS = {
 def test_labels_cover_the_first_answer() -> None:
     first, second = ask("1901").answers[0], ask("1878").answers[0]
     two = Question(id="two", question="when?", context=CONTEXT, answers=[first, second])
-    made = features(*map(ask, ANSWERS), ask(None), two)  # without an answer, at [CLS]
-    assert labelled_texts(made) == [*ANSWERS.values(), None, "1901"]
+    dropped = ask("\x01", context="The mine \x01 opened")  # of which the tokenizer has nothing
+    made = features(*map(ask, ANSWERS), ask(None), two, dropped)  # without an answer, at [CLS]
+    assert labelled_texts(made) == [*ANSWERS.values(), None, "1901", None]
+
+
+def test_a_part_of_an_answer_is_no_answer() -> None:
+    made = features(ask("opened in 1878"), length=18)
+    texts = labelled_texts(made)
+    assert set(texts) == {None, "opened in 1878"}
+    start = CONTEXT.index("opened")
+    ends = [(window.offsets[0, 0], window.offsets[-1, 1]) for window in made.windows]
+    assert any(start < first < start + 14 for first, _ in ends), "a window begins inside"
+    for (first, last), text in zip(ends, texts, strict=True):
+        assert (first <= start and last >= start + 14) == (text is not None)
 
 
 @pytest.mark.parametrize(("length", "most"), [(24, 8), (20, 4), (16, 3)])

@@ -159,13 +159,16 @@ def odds(*values: float) -> dict[str, tuple[str, float]]:
     return {q.id: (text, odd) for q, text, odd in zip(MIXED, TEXTS, values, strict=True)}
 
 
-def test_reports_of_v2() -> None:
+def test_reports_of_v2(tmp_path: Path) -> None:
     """As of the published script at a threshold of 0; odds that are not above it are an answer."""
     found = odds(-3.0, -1.0, 0.0, 5.0, -0.5)  # "name" is right, "place" has F1 0.8, "number" none
     expected = {"exact": 40.0, "f1": 56.0, "total": 5}
     expected |= {"HasAns_exact": 100 / 3, "HasAns_f1": 60.0, "HasAns_total": 3}
     expected |= {"NoAns_exact": 50.0, "NoAns_f1": 50.0, "NoAns_total": 2}
     assert score_answers(MIXED, found) == pytest.approx(expected, rel=2**-50)
+    write_answers(tmp_path, MIXED, found)
+    texts = json.loads((tmp_path / "predictions.json").read_text("utf-8"))
+    assert list(texts.values()) == [*TEXTS[:3], "", TEXTS[4]]
     silent = score_answers(MIXED, odds(*[1.0] * 5))
     assert (silent["exact"], silent["HasAns_f1"], silent["NoAns_f1"]) == (40.0, 0.0, 100.0)
     assert "HasAns_exact" not in score_answers(MIXED[2:4], found)
