@@ -190,7 +190,7 @@ def test_a_readout_of_its_own(name: str, tmp_path: Path) -> None:
 
 # folder, task, and the modules that a new head draws
 HEADS = [
-    ("bert-mlm", "classification", ("bert.pooler.dense", "classifier")),
+    ("bert-qa", "classification", ("bert.pooler.dense", "classifier")),
     ("roberta-mlm", "classification", ("classifier.dense", "classifier.out_proj")),
     ("modernbert-mlm", "classification", ("classifier",)),
     ("roberta-mlm", "question_answering", ("qa_outputs",)),
@@ -207,6 +207,7 @@ def test_a_new_head(name: str, task: Any, modules: tuple[str, ...], tmp_path: Pa
     pretrained = load(FIXTURES / name, task, new_head=True, classes=classes)
     assert set(pretrained.drawn) == drawn
     save(pretrained, tmp_path)
+    assert not (tmp_path / INDEX).exists()  # which bert-qa has
     tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)  # which writes the same bytes
     assert safetensors.numpy.save(tensors, {"format": "pt"}) == (tmp_path / WEIGHTS).read_bytes()
     again: Any = load(tmp_path)
