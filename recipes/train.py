@@ -360,10 +360,10 @@ def _finish(run: _Run, say: Callable[[str], None]) -> Outcome:
     for line in recipe.closing(config, run.data, model, run.folder):
         say(line)
     unit, precision = config.data.step_unit, config.precision
-    formats = f"{precision.scalify} by scalify" if precision.scalify else precision.policy
+    policy = f"{precision.scalify} by scalify" if precision.scalify else precision.policy
     speed = f", {statistics.median(run.speeds):,.0f} {unit}/s" if run.speeds else ""
     say(
-        f"trained in {formats}{speed}: validation loss "
+        f"trained in {policy}{speed}: validation loss "
         f"{shown(config, validation, run.data.token_size)} (of at most "
         f"{config.train.eval_batches} batches; evaluate takes all); plots (loss.png, rms.png), "
         f"metrics and checkpoint are in {run.folder}"

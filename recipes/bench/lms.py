@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import RecipeError, read_text, refused, write_whole
-from ..finetune.squad import read_squad
+from ..finetune.data import read_squad
 from ..registry import CONFIGS, load_config
 from ..run.folder import CONFIG, is_run, run_folder
 from ..sweep import by_format, make_points, read_curves

@@ -16,8 +16,7 @@ from unitscale import ScaledArray, batch_size, nn, ops, rules
 from unitscale.core import num_batch_shards
 
 from ..config import GPTModelConfig
-from ..hf.layers import Parts
-from ..hf.plain import Layer
+from ..hf.plain import Layer, Parts
 from ..pooling import mean_of_tokens
 from .config import SEGMENTS, BertModelConfig, Pairs, Pooling
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grain
 import jax
@@ -19,69 +19,35 @@ from ..bert.config import BertModelConfig, Pooling
 from ..bert.model import Encoder, Pooler, mean_loss
 from ..config import TOKENIZER_FILE
 from ..errors import RecipeError
-from ..hf import Bert, Pretrained, labels_in, load, save, shape_of_bert
+from ..hf import Bert, Pretrained, load, save, shape_of_bert
 from ..run.earlier import take_weights
 from ..run.evaluate import SCORES, predict
 from ..run.precision import make_policy
-from ..text import SubwordTokenizer, save_tokenizer
-from .classification import (
-    Dataset,
-    load_classification,
-    make_classification_records,
-    score_classification,
-    write_labels,
-)
+from ..text import SubwordTokenizer, require_vocab, save_tokenizer
+from . import data as files, scores as scoring
 from .config import FinetuneConfig, pretraining_of
-from .records import Records
-from .squad import (
-    SquadFeatures,
-    make_squad_features,
-    predict_answers,
-    read_squad,
-    score_predictions,
-    version_of,
-    with_answers,
-    write_predictions,
-)
 
 
 class TaskModel(nnx.Module):
     """An encoder with a head for `classes` labels, or for the ends of an answer (None)."""
 
     def __init__(
-        self,
-        config: BertModelConfig,
-        classes: int | None,
-        pooling: Pooling = "cls",
-        *,
-        policy: str | nn.Policy,
-        rngs: nnx.Rngs,
+        self, config: BertModelConfig, classes: int | None, pooling: Pooling, **options: Any
     ):
-        self.encoder = Encoder(config, policy=policy, rngs=rngs)
-        pooled = classes is not None
-        self.pooler = Pooler(config.width, pooling, policy=policy, rngs=rngs) if pooled else None
+        width, pooled, rngs = config.width, classes is not None, options["rngs"]
+        self.encoder = Encoder(config, **options)
+        self.pooler = Pooler(width, pooling, **options) if pooled else None
         self.dropout = nn.Dropout(config.dropout, rngs=rngs) if pooled else None
-        self.readout = nn.Readout(
-            config.width, classes or 2, use_bias=True, policy=policy, rngs=rngs
-        )
+        self.readout = nn.Readout(width, classes or 2, use_bias=True, **options)
 
-    def __call__(
-        self, ids: jax.Array, segments: jax.Array, mask: jax.Array, *, deterministic: bool = True
-    ) -> ops.ArrayLike:
+    def __call__(self, ids, segments, mask, *, deterministic: bool = True) -> ops.ArrayLike:
         """Return logits (batch, classes) or (batch, time, 2); `mask` is 1 on tokens."""
         x = self.encoder(ids, segments, mask=mask > 0, deterministic=deterministic)
         if self.pooler is not None and self.dropout is not None:
             x = self.dropout(self.pooler(x, mask > 0), deterministic=deterministic)
         return self.readout(x)
 
-    def loss(
-        self,
-        ids: jax.Array,
-        segments: jax.Array,
-        mask: jax.Array,
-        *labels: jax.Array,
-        deterministic: bool = True,
-    ) -> jax.Array:
+    def loss(self, ids, segments, mask, *labels, deterministic: bool = True) -> jax.Array:
         """Return the mean cross entropy of a label (batch,), or of start and end positions."""
         logits = self(ids, segments, mask, deterministic=deterministic)
         if self.pooler is not None:
@@ -93,15 +59,13 @@ class TaskModel(nnx.Module):
 def build(config: FinetuneConfig) -> TaskModel | Bert:
     """Build the model of a config, with pretrained weights and a head for its task."""
     if config.plain:
-        model: Any = _read_plain(config).model
-        return model
+        return cast("Bert", _read_plain(config).model)
     pretraining = pretraining_of(config.init)
     dropout = pretraining.model.dropout if config.dropout is None else config.dropout
     changes = {"context": pretraining.context, "dropout": dropout}
     shape = pretraining.model.model_copy(update=changes)
-    pooling, policy = config.classification.pooling, make_policy(config.precision)
-    rngs = nnx.Rngs(config.seed)
-    model = TaskModel(shape, _classes(config), pooling, policy=policy, rngs=rngs)
+    options = {"policy": make_policy(config.precision), "rngs": nnx.Rngs(config.seed)}
+    model = TaskModel(shape, _classes(config), config.classification.pooling, **options)
     take_weights(model, pretraining, needed=("encoder",), wanted=("pooler",))
     return model
 
@@ -122,9 +86,9 @@ def _read_plain(config: FinetuneConfig) -> Pretrained:
 
 def _classes(config: FinetuneConfig) -> int | None:
     """Return the number of labels; None for question answering."""
-    if config.task != "classification":
+    if config.task == "squad":
         return None
-    return len(load_classification(config.data, config.classification).labels)
+    return len(files.load_classification(config.data, config.classification).labels)
 
 
 def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -137,13 +101,13 @@ def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 @dataclass(frozen=True)
 class TaskData(Data):
-    """Training and validation records."""
+    """Training and validation records, and what they were made of."""
 
-    train: Records
-    scored: Records
+    train: files.Records
+    scored: files.Records
     batch_size: int
     tokenizer: Tokenizer
-    source: SquadFeatures | Dataset
+    source: files.SquadFeatures | files.Dataset
 
     @property
     def digest(self) -> str:
@@ -166,10 +130,10 @@ def load_data(config: FinetuneConfig) -> TaskData:
     """Read and tokenize the files of a task."""
     if config.plain:
         shape = shape_of_bert(config.init)
-        vocab, positions = shape.vocab, shape.longest
+        vocab, positions, known = shape.vocab, shape.longest, shape.labels
     else:
         pretraining = pretraining_of(config.init)
-        vocab, positions = pretraining.model.vocab, pretraining.longest
+        vocab, positions, known = pretraining.model.vocab, pretraining.longest, ()
     data, length = config.data, config.data.sequence_length
     if positions is not None and length > positions:
         raise RecipeError(
@@ -178,27 +142,18 @@ def load_data(config: FinetuneConfig) -> TaskData:
         )
     tokenizer = _tokenizer(config.init, vocab)
     if config.task == "squad":
-        settings = config.squad.model_dump(
-            include={"max_question_length", "stride", "mark_matches"}
-        )
         features, source = (
-            make_squad_features(
-                read_squad(path, key), tokenizer, sequence_length=length, **settings
-            )
+            files.make_squad_features(files.read_squad(path, key), tokenizer, length, config.squad)
             for path, key in ((data.train, "data.train"), (data.validation, "data.validation"))
         )
         train, scored = features.records, source.records
-        version_of(source.questions, config.squad)  # complains before hours of training
         if config.squad.negatives is not None:
-            train = with_answers(train, config.squad.negatives, config.seed)
+            train = files.with_answers(train, config.squad.negatives, config.seed)
     else:
-        known = labels_in(config.init) if config.plain else ()
-        source = load_classification(data, config.classification, known)
+        source = files.load_classification(data, config.classification, known)
         mark = config.classification.mark_matches
         train, scored = (
-            make_classification_records(
-                source, rows, tokenizer, sequence_length=length, mark_matches=mark
-            )
+            files.make_classification_records(source, rows, tokenizer, length, mark)
             for rows in (source.train, source.validation)
         )
     if len(train) < data.batch_size:
@@ -212,11 +167,7 @@ def load_data(config: FinetuneConfig) -> TaskData:
 def _tokenizer(folder: str, vocab: int) -> Tokenizer:
     """Read the pretrained model's tokenizer, by default with [CLS] text [SEP] pair [SEP]."""
     tokenizer = SubwordTokenizer.read(Path(folder) / TOKENIZER_FILE, key="init")
-    if tokenizer.vocab > vocab:
-        raise RecipeError(
-            f"init: expected a tokenizer of at most the {vocab} ids of the model in {folder}; got "
-            f"{tokenizer.vocab}; put the tokenizer back that it was trained with"
-        )
+    require_vocab(tokenizer, vocab, folder)
     if tokenizer.inner.post_processor is None:
         tokenizer.inner.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]",
@@ -226,21 +177,17 @@ def _tokenizer(folder: str, vocab: int) -> Tokenizer:
     return tokenizer.inner
 
 
-def closing(
-    config: FinetuneConfig, data: TaskData, model: TaskModel | Bert, folder: Path
-) -> Iterator[str]:
+def closing(config: FinetuneConfig, data: TaskData, model: Any, folder: Path) -> Iterator[str]:
     """Say where the predictions are, and write a tuned Hugging Face model to a folder."""
     yield f"predictions are in {folder / 'predictions.json'}, scores in {folder / SCORES}"
     if isinstance(model, Bert):
-        labels = data.source.labels if isinstance(data.source, Dataset) else None
+        labels = data.source.labels if isinstance(data.source, files.Dataset) else None
         state = nnx.state(model, nnx.Param)
         save(_read_plain(config), folder / "pretrained", state, labels)
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"
 
 
-def scores(
-    config: FinetuneConfig, data: TaskData, model: TaskModel | Bert, folder: Path
-) -> dict[str, float]:
+def scores(config: FinetuneConfig, data: TaskData, model: Any, folder: Path) -> dict[str, float]:
     """Return scores by name, SQuAD's in percent; leaves `predictions.json` in the folder."""
     batches = data.scored.batches(min(data.batch_size, len(data.scored)))
     inputs = (tuple(batch.values())[:3] for batch in batches)  # without labels
@@ -252,12 +199,11 @@ def scores(
             "choose a policy of wider range",
             exit_code=1,
         )
-    if isinstance(data.source, SquadFeatures):
-        questions, squad = data.source.questions, config.squad
-        no_answers = version_of(questions, squad) == "v2.0"
-        predictions = predict_answers(data.source, logits, squad, allow_none=no_answers)
-        write_predictions(folder, predictions, squad.no_answer_threshold if no_answers else None)
-        return score_predictions(questions, predictions, squad)
-    rows, labels = data.source.validation, data.source.labels
-    write_labels(folder, rows, logits, labels)
-    return score_classification(logits.argmax(axis=-1), data.source.ids(rows), len(labels))
+    source = data.source
+    if isinstance(source, files.Dataset):
+        scoring.write_labels(folder, source.validation, logits, source.labels)
+        found = logits.argmax(axis=-1)
+        return scoring.score_labels(found, source.ids(source.validation), len(source.labels))
+    predictions = scoring.predict_answers(source, logits)
+    scoring.write_answers(folder, source.questions, predictions)
+    return scoring.score_answers(source.questions, predictions)

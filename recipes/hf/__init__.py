@@ -8,7 +8,12 @@ updates (LoRA), which `save_adapter` writes.
 """
 
 from ._bert import Bert as Bert
-from ._config import Task as Task, labels_in as labels_in
+from ._config import (
+    EncoderConfig as EncoderConfig,
+    Task as Task,
+    shape_of_bert as shape_of_bert,
+    shape_of_decoder as shape_of_decoder,
+)
 from ._folder import chat_prompt as chat_prompt
 from ._load import Pretrained as Pretrained, load as load, save as save
 from ._lora import (
@@ -17,10 +22,4 @@ from ._lora import (
     save_adapter as save_adapter,
     start_from as start_from,
     updated_tensors as updated_tensors,
-)
-from ._shapes import (
-    BertConfig as BertConfig,
-    ModernBertConfig as ModernBertConfig,
-    shape_of_bert as shape_of_bert,
-    shape_of_decoder as shape_of_decoder,
 )

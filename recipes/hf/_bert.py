@@ -13,66 +13,26 @@ import optax
 from flax import nnx
 
 from ..config import PrecisionConfig
-from ._config import Task
-from ._shapes import BertConfig, ModernBertConfig
-from .layers import ACTIVATIONS, Parts, attend
-from .plain import Layer as GPTLayer
+from ._config import EncoderConfig, Task
+from .plain import ACTIVATIONS, Attention, Layer, Parts
 
 
-class Attention(nnx.Module):
-    """Bidirectional self-attention."""
+class PostNormLayer(nnx.Module):
+    """A post-norm Transformer layer, called as the pre-norm layer of the GPT."""
 
-    def __init__(self, parts: Parts):
-        width, self.heads = parts.config.width, parts.config.heads
-        self.query, self.key, self.value, self.out = (parts.linear(width, width) for _ in range(4))
-
-    def __call__(self, x, mask):
-        split = (*x.shape[:-1], self.heads, x.shape[-1] // self.heads)
-        q, k, v = (each(x).reshape(split) for each in (self.query, self.key, self.value))
-        return self.out(attend(q, k, v, mask=mask).reshape(x.shape))
-
-
-class Layer(nnx.Module):
-    """A post-norm Transformer layer."""
-
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Parts, index: int):
         config = parts.config
-        self.activation = ACTIVATIONS[config.activation]
-        self.attention, self.attention_norm = Attention(parts), parts.norm()
+        self.activation = ACTIVATIONS[config.variant.activation]
+        self.attention, self.attention_norm = Attention(parts, index), parts.norm()
         self.up = parts.linear(config.width, config.hidden)
         self.down = parts.linear(config.hidden, config.width)
         self.mlp_norm, self.dropout = parts.norm(), parts.dropout()
 
-    def __call__(self, x, mask, *, deterministic=True):
-        branch = self.attention(x, mask)
+    def __call__(self, x, positions, *, mask, deterministic=True):
+        branch, _ = self.attention(x, positions, mask=mask)
         x = self.attention_norm(x + self.dropout(branch, deterministic=deterministic))
         branch = self.down(self.activation(self.up(x)))
-        return self.mlp_norm(x + self.dropout(branch, deterministic=deterministic))
-
-
-class Encoder(nnx.Module):
-    """The encoder of BERT and RoBERTa: ids (batch, time) to states (batch, time, width)."""
-
-    def __init__(self, parts: Parts):
-        config = parts.config
-        self.padding = config.padding
-        self.embed = parts.embed(config.vocab)
-        self.positions, self.segments = parts.embed(config.context), parts.embed(config.segments)
-        self.norm, self.dropout = parts.norm(), parts.dropout()
-        self.layers = nnx.List([Layer(parts) for _ in range(config.layers)])
-
-    def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
-        segments = jnp.zeros_like(ids) if segments is None else segments
-        visible = None if mask is None else (jnp.asarray(mask) != 0)[:, None, None, :]
-        positions = jnp.arange(ids.shape[1])
-        if self.padding is not None:  # RoBERTa counts from the padding's id on, which padding has
-            real = (ids != self.padding).astype(jnp.int32)
-            positions = jnp.cumsum(real, axis=1) * real + self.padding
-        x = self.embed(ids) + self.segments(segments) + self.positions(positions)
-        x = self.dropout(self.norm(x), deterministic=deterministic)
-        for layer in self.layers:
-            x = layer(x, visible, deterministic=deterministic)
-        return x
+        return self.mlp_norm(x + self.dropout(branch, deterministic=deterministic)), None
 
 
 class _Same(nnx.Module):
@@ -80,30 +40,43 @@ class _Same(nnx.Module):
         return x
 
 
-class ModernEncoder(nnx.Module):
-    """The encoder of ModernBERT: bidirectional GPT layers, without the first attention norm."""
+class Encoder(nnx.Module):
+    """Ids (batch, time) to states (batch, time, width).
+
+    A ModernBERT has neither segments nor learned positions, and its first layer no attention norm.
+    """
 
     def __init__(self, parts: Parts):
-        config = parts.config
-        self.local, self.window = config.variant.local_layers, config.variant.window
-        self.embed, self.norm = parts.embed(config.vocab), parts.norm()
-        self.dropout = parts.dropout()
-        layers: Any = [GPTLayer(parts, index) for index in range(config.layers)]
-        layers[0].attention_norm = _Same()
+        config = self.config = parts.config
+        self.embed = parts.embed(config.vocab)
+        self.positions = None if config.modern else parts.embed(config.context)
+        self.segments = None if config.modern else parts.embed(config.segments)
+        self.norm, self.dropout = parts.norm(), parts.dropout()
+        kind: Any = Layer if config.modern else PostNormLayer
+        layers = [kind(parts, index) for index in range(config.layers)]
+        if config.modern:
+            layers[0].attention_norm = _Same()
+        self.last_norm = parts.norm() if config.modern else None
         self.layers = nnx.List(layers)
-        self.last_norm = parts.norm()
 
     def __call__(self, ids, segments=None, mask=None, *, deterministic=True):
-        """Encode ids; `segments` is ignored."""
-        positions = jnp.arange(ids.shape[1])
+        places, padding = jnp.arange(ids.shape[1]), self.config.padding
+        x = self.embed(ids)
+        if self.positions is not None and self.segments is not None:
+            positions = places
+            if padding is not None:  # RoBERTa counts from the padding's id on, which padding has
+                real = (ids != padding).astype(jnp.int32)
+                positions = jnp.cumsum(real, axis=1) * real + padding
+            x = x + self.segments(jnp.zeros_like(ids) if segments is None else segments)
+            x = x + self.positions(positions)
+        x = self.dropout(self.norm(x), deterministic=deterministic)
         shown = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask) != 0
         whole = shown[:, None, None, :]
-        near = whole & (jnp.abs(positions[:, None] - positions) < (self.window or 0))
-        x = self.dropout(self.norm(self.embed(ids)), deterministic=deterministic)
+        near = whole & (jnp.abs(places[:, None] - places) < (self.config.variant.window or 0))
         for index, layer in enumerate(self.layers):
-            seen = near if index in self.local else whole
-            x, _ = layer(x, positions, mask=seen, deterministic=deterministic)
-        return self.last_norm(x)
+            seen = near if index in self.config.variant.local_layers else whole
+            x, _ = layer(x, places, mask=seen, deterministic=deterministic)
+        return x if self.last_norm is None else self.last_norm(x)
 
 
 class Head(nnx.Module):
@@ -131,7 +104,7 @@ class Bert(nnx.Module):
 
     def __init__(
         self,
-        config: BertConfig | ModernBertConfig,
+        config: EncoderConfig,
         task: Task,
         *,
         dtype=jnp.float32,
@@ -140,10 +113,10 @@ class Bert(nnx.Module):
         rngs: nnx.Rngs,
     ):
         parts = Parts(config, dtype, param_dtype, precision, rngs, norm_bias=config.norm_bias)
-        width, modern = config.width, isinstance(config, ModernBertConfig)
+        width, modern = config.width, config.modern
         masked, pooled = task == "masked_lm", task == "classification"
         self.config, self.task = config, task
-        self.encoder = ModernEncoder(parts) if modern else Encoder(parts)
+        self.encoder = Encoder(parts)
         parts.product = jax.lax.dot_general
         self.head = Head(parts) if modern or masked else None
         self.pooler = parts.linear(width, width) if pooled and not modern else None

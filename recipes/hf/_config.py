@@ -1,19 +1,39 @@
-"""Supported models and tasks, and validation of config.json."""
+"""Supported models and tasks, and the shape of a model from its config.json.
 
-from collections.abc import Mapping, Set
+Sizes must be in the file; other keys default to what `transformers` takes for them. A key that is
+not known here is refused, as it may change what the model computes.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
+from ..config import (
+    Count,
+    DecoderConfig,
+    Flag,
+    Fraction,
+    GPTModelConfig,
+    Positive,
+    RopeConfig,
+    Whole,
+)
 from ..errors import RecipeError, clipped
 from ._folder import CONFIG, read_config
 
 Task = Literal["lm", "masked_lm", "question_answering", "classification"]
-Architectures = dict[Task | None, tuple[str, ...]]
 
 
-def _encoder(name: str, *pretraining: str) -> Architectures:
+def _encoder(name: str, *pretraining: str) -> dict[Task | None, tuple[str, ...]]:
     return {
         "masked_lm": (f"{name}ForMaskedLM", *pretraining),
         "question_answering": (f"{name}ForQuestionAnswering",),
@@ -22,7 +42,7 @@ def _encoder(name: str, *pretraining: str) -> Architectures:
     }
 
 
-ARCHITECTURES: dict[str, Architectures] = {
+ARCHITECTURES: dict[str, dict[Task | None, tuple[str, ...]]] = {
     "gpt2": {"lm": ("GPT2LMHeadModel", "GPT2Model")},
     "llama": {"lm": ("LlamaForCausalLM", "LlamaModel")},
     "mistral": {"lm": ("MistralForCausalLM", "MistralModel")},
@@ -35,6 +55,9 @@ ARCHITECTURES: dict[str, Architectures] = {
     "modernbert": _encoder("ModernBert"),
 }
 """Architectures of each model type by task (None: no head); the first one is written."""
+
+DECODERS = tuple(kind for kind, tasks in ARCHITECTURES.items() if "lm" in tasks)
+ENCODERS = tuple(kind for kind in ARCHITECTURES if kind not in DECODERS)
 
 # Keys that change nothing here: file names, ids, generation, dropout and other training, how a
 # model is run, heads that are not read, and second names.
@@ -58,27 +81,23 @@ summary_first_dropout summary_proj_to_labels predict_special_tokens attention_pr
 classifier_dropout embedding_dropout directionality pooler_fc_size pooler_num_attention_heads
 pooler_num_fc_layers pooler_size_per_head pooler_type initializer_cutoff_factor layer_norm_eps
 deterministic_flash_attn reference_compile repad_logits_with_grad sparse_prediction
-sparse_pred_ignore_index
+sparse_pred_ignore_index sliding_window_size
 """
 INERT = frozenset(_INERT_KEYS.split())
-# Unknown keys with these values, or 0, switch nothing on.
-_OFF = (None, False, "", [], {})
 
 
 def model_type(
-    config: Mapping[str, Any], path: Path, kinds: Mapping[str, Any] = ARCHITECTURES
+    config: Mapping[str, Any], path: Path, kinds: Collection[str] = tuple(ARCHITECTURES)
 ) -> str:
-    """Return the model type of a config.json; refuse other types, and code for the model.
-
-    Such code may compute something else under the name of a standard class (MosaicBERT is a
-    "BertForMaskedLM" with ALiBi). A tokenizer's code is not needed, as tokenizer.json is read.
-    """
+    """Return the model type of a config.json; refuse other types, and code for the model."""
     kind: Any = config.get("model_type")
     if kind not in kinds:
         raise RecipeError(
             f"{path / CONFIG}: expected model_type {', '.join(kinds)}; got {kind!r}; give the "
             "folder of a supported model"
         )
+    # Such code may compute something else under the name of a standard class (MosaicBERT is a
+    # "BertForMaskedLM" with ALiBi). A tokenizer's code is not needed, as tokenizer.json is read.
     code = config.get("auto_map") or {}
     if not isinstance(code, dict) or code.keys() - {"AutoTokenizer"}:
         raise RecipeError(
@@ -91,41 +110,28 @@ def model_type(
 def task_of(config: Mapping[str, Any], wanted: Task | None, path: Path) -> Task:
     """Return the requested task, or else that of the architecture in config.json."""
     kind = model_type(config, path)
-    known = ARCHITECTURES[kind]
-    tasks: list[Task] = [task for task in known if task]
+    by_name: dict[Any, Task | None] = {
+        name: task for task, names in ARCHITECTURES[kind].items() for name in names
+    }
+    tasks: list[Any] = [task for task in ARCHITECTURES[kind] if task is not None]
     if wanted is not None and wanted not in tasks:
         raise RecipeError(
             f"{path}: expected a task of {kind}, {' or '.join(tasks)}; got {wanted!r}; load "
             "another folder or choose another task"
         )
     name = (config.get("architectures") or [None])[0]
-    found = [task for task, names in known.items() if name in names]
-    if name is not None and not found:
+    if name is not None and name not in by_name:
         raise RecipeError(
-            f"{path / CONFIG}: expected an architecture of "
-            f"{', '.join(one for names in known.values() for one in names)}; got {name!r}; no "
+            f"{path / CONFIG}: expected an architecture of {', '.join(by_name)}; got {name!r}; no "
             "other is supported"
         )
-    candidates: list[Any] = tasks if name is None else [task for task in found if task]
-    if wanted is None and len(candidates) != 1:
+    task = wanted or by_name.get(name, tasks[0] if len(tasks) == 1 else None)
+    if task is None:
         raise RecipeError(
             f"{path / CONFIG}: expected an architecture with a task; got {name!r}; choose the "
             f"task, {' or '.join(tasks)}"
         )
-    return wanted or candidates[0]
-
-
-def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the label names of a config.json in the order of their ids; () if it has none."""
-    names = config.get("id2label")
-    if not isinstance(names, dict) or sorted(names) != sorted(map(str, range(len(names)))):
-        return ()
-    return tuple(str(names[str(index)]) for index in range(len(names)))
-
-
-def labels_in(folder: str) -> tuple[str, ...]:
-    """Return the label names of a folder's model in the order of their ids; () if it has none."""
-    return labels_of(read_config(Path(folder)))
+    return task
 
 
 def validated(
@@ -137,21 +143,14 @@ def validated(
     inert: Set[str] | None = None,
     file: str = CONFIG,
 ) -> Any:
-    """Validate values of a JSON file against a pydantic schema.
+    """Validate a JSON file in the folder `path`, or its section `key`, against a pydantic schema.
 
-    Args:
-      schema: The pydantic model.
-      values: What the file, or its section `key`, holds.
-      path: The folder, for messages.
-      key: Name of the section.
-      inert: If given, keys that are neither in the schema nor here are refused, as they may change
-        what is computed.
-      file: Name of the file.
+    With `inert`, a key that is in neither it nor the schema is refused if it is not null or false.
     """
     if inert is not None:
         own = {field.alias or name for name, field in schema.model_fields.items()}
         for name, value in values.items():
-            if name not in inert | own and value not in _OFF:
+            if name not in inert | own and value:
                 raise RecipeError(
                     f"{path / file}: {name}: expected no key that is not known here; got "
                     f"{clipped(value)}, which may change what the model computes; if it does not, "
@@ -169,3 +168,357 @@ def validated(
         raise RecipeError(
             f"{path / file}: {where}: expected {expected}{got}; no other variant is supported"
         ) from error
+
+
+_TANH = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+Activation = Annotated[
+    Literal["silu", "gelu", "gelu_tanh"],
+    BeforeValidator(lambda name: _TANH.get(name, name) if isinstance(name, str) else name),
+]
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+# Rotary positions and windows
+
+
+class _RopeFile(BaseModel):
+    """`rope_parameters`, or the older `rope_scaling`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    scaling: Literal["default", "linear", "llama3", "yarn"] = Field("default", alias="rope_type")
+    base: Positive | None = Field(None, alias="rope_theta")
+    factor: Positive | None = None
+    low_factor: Positive | None = Field(None, alias="low_freq_factor")
+    high_factor: Positive | None = Field(None, alias="high_freq_factor")
+    context: Count | None = Field(None, alias="original_max_position_embeddings")
+    attention_factor: Positive | None = None
+    fast: Positive | None = Field(None, alias="beta_fast")
+    slow: Positive | None = Field(None, alias="beta_slow")
+    truncate: Flag = True
+
+
+def _rope(values: Mapping[str, Any], base: float, context: int, path: Path, key: str) -> RopeConfig:
+    """Read rotary positions; `base` and `context` are defaults for the section `key`."""
+    kind = values.get("rope_type", values.get("type", "default"))
+    given = {name: value for name, value in values.items() if name != "type"}
+    file = validated(_RopeFile, given | {"rope_type": kind}, path, key=key)
+    shape = {"base": base} | file.model_dump(exclude_none=True)
+    if kind == "default":
+        return RopeConfig(base=shape["base"])
+    needed = {"factor": "factor"}
+    if kind == "llama3":
+        needed |= {"low_factor": "low_freq_factor", "high_factor": "high_freq_factor"}
+    if missing := [theirs for ours, theirs in needed.items() if ours not in shape]:
+        raise RecipeError(
+            f"{path / CONFIG}: {key}: expected rope_type {kind} with {', '.join(missing)}; got "
+            f"{clipped(dict(values))}; copy the file again"
+        )
+    if kind in ("llama3", "yarn"):
+        shape.setdefault("context", context)
+    if kind != "yarn":
+        shape.pop("attention_factor", None)
+    elif file.factor > 1:  # Peng et al., 2023, YaRN, section 3.4: of queries and keys
+        shape.setdefault("attention_factor", 0.1 * math.log(file.factor) + 1)
+    return validated(RopeConfig, shape, path, key=key)
+
+
+def _ropes(
+    given: Mapping[str, Any], whole: float, local: float, context: int, path: Path
+) -> dict[str, RopeConfig]:
+    """Read rotary positions of global and local layers; `whole` and `local` are default bases."""
+    kinds = {"full_attention": ("rope", whole), "sliding_attention": ("local_rope", local)}
+    if extra := given.keys() - kinds.keys():
+        raise RecipeError(
+            f"{path / CONFIG}: rope_parameters: expected {' and '.join(kinds)}; got "
+            f"{min(extra)}; copy the file again"
+        )
+    return {
+        name: _rope(given.get(kind) or {}, base, context, path, f"rope_parameters.{kind}")
+        for kind, (name, base) in kinds.items()
+    }
+
+
+def _local_layers(
+    types: Sequence[LayerType] | None, usual: Sequence[bool], path: Path
+) -> tuple[int, ...]:
+    """Return the indices of local layers, by `layer_types` or else by the model's usual pattern."""
+    if types is not None and len(types) != len(usual):
+        raise RecipeError(
+            f"{path / CONFIG}: expected layer_types of {len(usual)} layers; got {len(types)}; "
+            "correct the file"
+        )
+    local = usual if types is None else [kind == "sliding_attention" for kind in types]
+    return tuple(index for index, is_local in enumerate(local) if is_local)
+
+
+# Files: fields have the names of our configs, and their aliases are the keys
+
+
+class _Sizes(BaseModel):
+    vocab: Count = Field(alias="vocab_size")
+    width: Count = Field(alias="hidden_size")
+    hidden: Count | None = Field(alias="intermediate_size")
+    layers: Count = Field(alias="num_hidden_layers")
+    heads: Count = Field(alias="num_attention_heads")
+    context: Count = Field(alias="max_position_embeddings")
+    tied_readout: Flag = Field(True, alias="tie_word_embeddings")
+
+
+def _shape(schema: Any, file: Any, path: Path, variant: Any, **own: Any) -> Any:
+    """Build the config of a model from a file; `variant`, of its decoder, and `own` go first."""
+    if variant is not None:
+        variant = file.model_dump(include=set(DecoderConfig.model_fields)) | variant
+    shape = {
+        "library": "plain",
+        "mlp_ratio": (file.hidden or 4 * file.width) / file.width,
+        "decoder": variant,
+        **file.model_dump(include=set(schema.model_fields)),
+    }
+    return validated(schema, shape | own, path)
+
+
+def _biases(file: Any) -> tuple[str, ...]:
+    """Return the linear layers with a bias in a model with gated MLPs."""
+    attention, mlp = (getattr(file, f"{part}_bias", False) for part in ("attention", "mlp"))
+    return ("qkv", "out") * attention + ("mlp",) * mlp
+
+
+class _Gpt2(_Sizes):
+    width: Count = Field(alias="n_embd")
+    hidden: Count | None = Field(None, alias="n_inner")
+    layers: Count = Field(alias="n_layer")
+    heads: Count = Field(alias="n_head")
+    context: Count = Field(alias="n_positions")
+    norm_eps: Positive = Field(1e-5, alias="layer_norm_epsilon")
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh"] = "gelu_new"
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+
+
+class _Decoder(_Sizes):
+    kv_heads: Count | None = Field(None, alias="num_key_value_heads")
+    head_dim: Count | None = None
+    context: Count = Field(2048, alias="max_position_embeddings")  # the first Llamas lack it
+    norm_eps: Positive = Field(1e-6, alias="rms_norm_eps")
+    tied_readout: Flag = Field(False, alias="tie_word_embeddings")
+    activation: Activation = Field("silu", alias="hidden_act")
+    rope_theta: Positive | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+
+class _Llama(_Decoder):
+    attention_bias: Flag = False
+    mlp_bias: Flag = False
+    rope_interleaved: Literal[False] | None = None  # SmolLM2: another layout of the pairs
+
+
+class _Mistral(_Decoder):
+    window: Count | None = Field(4096, alias="sliding_window")
+
+
+class _Qwen2(_Mistral):
+    layer_types: list[LayerType] | None = None
+    use_sliding_window: Flag = False
+    max_window_layers: Whole = 28
+
+
+class _Qwen3(_Qwen2):
+    attention_bias: Flag = False
+
+
+class _Gemma2(_Mistral):
+    tied_readout: Flag = Field(True, alias="tie_word_embeddings")
+    activation: Activation = Field("gelu_tanh", alias="hidden_activation")
+    hidden_act: Any = None  # left over: hidden_activation counts
+    layer_types: list[LayerType] | None = None
+    attention_bias: Flag = False
+    query_pre_attn_scalar: Positive = 256
+    attention_cap: Positive | None = Field(50.0, alias="attn_logit_softcapping")
+    logit_cap: Positive | None = Field(30.0, alias="final_logit_softcapping")
+    use_bidirectional_attention: Literal[False] | None = None
+
+
+class _Gemma3(_Gemma2):
+    attention_cap: None = Field(None, alias="attn_logit_softcapping")  # not read by `transformers`
+    logit_cap: Positive | None = Field(None, alias="final_logit_softcapping")
+    rope_scaling: None = None
+    sliding_window_pattern: Count = 6
+    rope_local_base_freq: Positive = 1e4
+
+
+_FAMILY: dict[str, type[_Decoder]] = {
+    "llama": _Llama,
+    "mistral": _Mistral,
+    "qwen2": _Qwen2,
+    "qwen3": _Qwen3,
+    "gemma2": _Gemma2,
+    "gemma3_text": _Gemma3,
+}
+
+
+def _usual_window(kind: str, file: Any, index: int) -> bool:
+    """Whether a layer is local if there are no `layer_types`."""
+    if kind == "mistral":
+        return file.window is not None
+    if kind in ("qwen2", "qwen3"):
+        windowed = file.use_sliding_window and file.window is not None
+        return windowed and index >= file.max_window_layers
+    if kind == "gemma2":
+        return index % 2 == 0
+    return kind == "gemma3_text" and (index + 1) % file.sliding_window_pattern != 0
+
+
+def _family(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
+    kind = config["model_type"]
+    file = validated(_FAMILY[kind], config, path, inert=INERT)
+    gemma = kind.startswith("gemma")
+    usual = [_usual_window(kind, file, index) for index in range(file.layers)]
+    local = _local_layers(getattr(file, "layer_types", None), usual, path)
+    if kind == "gemma3_text":
+        bases = file.rope_theta or 1e6, file.rope_local_base_freq
+        ropes = _ropes(file.rope_parameters or {}, *bases, file.context, path)
+    else:
+        key = "rope_scaling" if file.rope_scaling else "rope_parameters"
+        given = file.rope_scaling or file.rope_parameters or {}
+        ropes = {"rope": _rope(given, file.rope_theta or 1e4, file.context, path, key)}
+    decoder = {
+        "head_dim": file.head_dim or file.width // file.heads,
+        "biases": ("qkv",) if kind == "qwen2" else _biases(file),
+        "query_key_norms": kind in ("qwen3", "gemma3_text"),
+        "post_norms": gemma,
+        "norm_offset": gemma,
+        "embedding_scale": gemma,
+        "attention_scale": file.query_pre_attn_scalar**-0.5 if gemma else None,
+        "window": file.window if local else None,
+        "local_layers": local,
+        **ropes,
+    }
+    own = {"mlp": "gated", "kv_heads": file.kv_heads or file.heads, "norm": "rms"}
+    return _shape(GPTModelConfig, file, path, decoder, **own)
+
+
+def _gpt2(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
+    file = validated(_Gpt2, config, path, inert=INERT)
+    own = {"norm": "layer", "bias": True, "positions": "learned"}
+    return _shape(GPTModelConfig, file, path, None, **own)
+
+
+class EncoderConfig(GPTModelConfig):
+    """The shape of a BERT, RoBERTa or ModernBERT, and of its heads.
+
+    A ModernBERT has the layers of a GPT, without a causal mask. `decoder.window` counts the tokens
+    on one side that a local layer attends to, its own included.
+    """
+
+    modern: Flag = False
+    segments: Count = 2
+    padding: Whole | None = None  # the id from which RoBERTa counts positions
+    norm_bias: Flag = True
+    head_bias: Flag = True
+    readout_bias: Flag = True
+    head_activation: Activation = "gelu"
+    pooling: Literal["cls", "mean"] = "cls"
+    classes: Count = 2
+    labels: tuple[str, ...] = ()  # names of the classes, where the folder has them
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest sequence."""
+        assert self.context is not None, "a folder states the longest sequence"
+        return self.context if self.padding is None else self.context - self.padding - 1
+
+
+class _Bert(_Sizes):
+    segments: Count = Field(2, alias="type_vocab_size")
+    norm_eps: Positive = Field(1e-12, alias="layer_norm_eps")
+    activation: Activation = Field("gelu", alias="hidden_act")
+    dropout: Fraction = Field(0.1, alias="hidden_dropout_prob")
+    pad_token_id: Whole | None = None
+    position_embedding_type: Literal["absolute"] = "absolute"
+    is_decoder: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+
+
+class _ModernBert(_Sizes):
+    activation: Activation = Field("gelu", alias="hidden_activation")
+    norm_eps: Positive = 1e-5
+    norm_bias: Flag = False
+    attention_bias: Flag = False
+    mlp_bias: Flag = False
+    dropout: Fraction = Field(0.0, alias="mlp_dropout")
+    readout_bias: Flag = Field(True, alias="decoder_bias")
+    head_bias: Flag = Field(False, alias="classifier_bias")
+    head_activation: Activation = Field("gelu", alias="classifier_activation")
+    pooling: Literal["cls", "mean"] = Field("cls", alias="classifier_pooling")
+    local_attention: Count = 128
+    global_attn_every_n_layers: Count = 3
+    layer_types: list[LayerType] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: None = None
+    global_rope_theta: Positive = 160000.0
+    local_rope_theta: Positive = 10000.0
+    position_embedding_type: Literal["absolute", "sans_pos"] = "absolute"  # left over: rotary
+
+
+def _classes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of classes and their labels in the order of ids, as far as stated."""
+    names = config.get("id2label")
+    if not isinstance(names, dict):
+        return {"classes": config["num_labels"]} if config.get("num_labels") else {}
+    ids = [str(index) for index in range(len(names))]
+    labels = tuple(str(names[index]) for index in ids) if names.keys() == {*ids} else ()
+    return {"classes": len(names), "labels": labels} if names else {}
+
+
+def _bert(config: Mapping[str, Any], path: Path) -> EncoderConfig:
+    file = validated(_Bert, config, path, inert=INERT)
+    own = {"norm": "layer", "bias": True, "positions": "learned", **_classes(config)}
+    if config["model_type"] == "roberta":
+        own |= {"padding": 1 if file.pad_token_id is None else file.pad_token_id}
+    else:
+        own |= {"head_activation": file.activation}
+    shape = _shape(EncoderConfig, file, path, {}, **own)
+    if shape.longest < 1:
+        raise RecipeError(
+            f"{path / CONFIG}: pad_token_id: expected less than max_position_embeddings - 1, as "
+            f"positions count from it; got {shape.padding} and {shape.context}; correct the file"
+        )
+    return shape
+
+
+def _modernbert(config: Mapping[str, Any], path: Path) -> EncoderConfig:
+    file = validated(_ModernBert, config, path, inert=INERT)
+    usual = [index % file.global_attn_every_n_layers != 0 for index in range(file.layers)]
+    local = _local_layers(file.layer_types, usual, path)
+    bases = file.global_rope_theta, file.local_rope_theta
+    decoder = {
+        "biases": _biases(file),
+        "window": file.local_attention // 2 + 1 if local else None,
+        "local_layers": local,
+        **_ropes(file.rope_parameters or {}, *bases, file.context, path),
+    }
+    own = {"mlp": "gated", "norm": "layer", "modern": True, **_classes(config)}
+    return _shape(EncoderConfig, file, path, decoder, **own)
+
+
+def shape_in(config: Mapping[str, Any], path: Path) -> Any:
+    """Read the shape from a config.json of a supported model type; `path` is for messages."""
+    readers: Any = {"gpt2": _gpt2, "bert": _bert, "roberta": _bert, "modernbert": _modernbert}
+    return readers.get(config["model_type"], _family)(config, path)
+
+
+def shape_of_decoder(folder: str) -> GPTModelConfig:
+    """Read the shape of the decoder in a folder; only config.json is opened."""
+    config, path = read_config(Path(folder)), Path(folder)
+    model_type(config, path, DECODERS)
+    return shape_in(config, path)
+
+
+def shape_of_bert(folder: str) -> EncoderConfig:
+    """Read the shape of the encoder in a folder; only config.json is opened."""
+    config, path = read_config(Path(folder)), Path(folder)
+    model_type(config, path, ENCODERS)
+    return shape_in(config, path)

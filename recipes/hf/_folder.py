@@ -29,12 +29,8 @@ FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat1
 class Folder:
     """The contents of a folder, as needed to write it again.
 
-    Attributes:
-      path: Where it was read.
-      config: What config.json holds.
-      texts: Small files by name.
-      files: Metadata of each safetensors file and names of its tensors, by file name.
-      tensors: Tensors of all files, by name.
+    `texts` are the small files by name, and `files` the metadata and the names of the tensors of
+    each safetensors file. `ends` are the token ids that end a text.
     """
 
     path: Path
@@ -42,16 +38,7 @@ class Folder:
     texts: dict[str, bytes]
     files: dict[str, tuple[dict[str, str] | None, list[str]]]
     tensors: dict[str, np.ndarray]
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Token ids that end a text, from generation_config.json or else config.json."""
-        stated = self.config
-        if GENERATION in self.texts:
-            stated = stated | _parsed(self.texts[GENERATION].decode(), self.path / GENERATION)
-        ids = stated.get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [ids]
-        return tuple(index for index in ids if isinstance(index, int))
+    ends: tuple[int, ...]
 
 
 def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model") -> dict[str, Any]:
@@ -65,9 +52,8 @@ def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model"
     return _read_json(path / name)
 
 
-def read_folder(path: str | Path) -> Folder:
+def read_folder(path: Path) -> Folder:
     """Read a whole folder."""
-    path = Path(path)
     config, shards = read_config(path), _shards(path)
     files: dict[str, Any] = {}
     tensors: dict[str, np.ndarray] = {}
@@ -77,7 +63,11 @@ def read_folder(path: str | Path) -> Folder:
         tensors |= found
     texts = {name: path / name for name in _TEXTS if shards or name != INDEX}
     texts = {name: file.read_bytes() for name, file in texts.items() if file.is_file()}
-    return Folder(path, config, texts, files, tensors)
+    stated = config | (_read_json(path / GENERATION) if GENERATION in texts else {})
+    ends = stated.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    whole = tuple(index for index in ends if isinstance(index, int))
+    return Folder(path, config, texts, files, tensors, whole)
 
 
 def write_folder(path: Path, folder: Folder, tensors: Mapping[str, np.ndarray]) -> None:
@@ -140,12 +130,8 @@ def _shards(path: Path) -> list[str]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return _parsed(read_text(file, "folder", "copy the whole folder"), file)
-
-
-def _parsed(text: str, file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = json.loads(read_text(file, "folder", "copy the whole folder"))
     except ValueError as error:
         raise RecipeError(f"{file}: expected JSON; got {error}; copy the file again") from error
     if not isinstance(content, dict):

@@ -1,7 +1,7 @@
 """Load a model from a Hugging Face folder, and save it."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,33 +16,27 @@ from unitscale import to_array
 from ..config import GPTModelConfig, PrecisionConfig
 from ..errors import RecipeError
 from ._bert import Bert
-from ._config import ARCHITECTURES, Task, labels_of, task_of
-from ._folder import CONFIG, FLOATS, SINGLE, Folder, read_folder, write_folder
+from ._config import (
+    ARCHITECTURES,
+    EncoderConfig,
+    Task,
+    shape_in,
+    task_of,
+)
+from ._folder import CONFIG, FLOATS, INDEX, SINGLE, Folder, read_folder, write_folder
 from ._lora import merge_adapter
-from ._names import Table, full_name, head_part, is_buffer, is_other_head, table_of
-from ._shapes import DECODERS, ENCODERS, BertConfig, ModernBertConfig
+from ._names import Table, full_name, head_part, is_unused, table_of
 from .plain import GPT
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model loaded from a folder.
-
-    Attributes:
-      model: A plain `flax.nnx` model, of standard parametrization.
-      config: Its shape.
-      task: What its head is for.
-      drawn: Names of the tensors of a new head, which the folder does not have.
-      unused: Names of the tensors of other heads.
-      source: The folder, as it was read.
-      table: Which parameters each tensor of the folder holds.
-    """
+    """A plain `flax.nnx` model loaded from a folder; `drawn` names the tensors of a new head."""
 
     model: GPT | Bert
-    config: GPTModelConfig | BertConfig | ModernBertConfig
+    config: GPTModelConfig | EncoderConfig
     task: Task
     drawn: tuple[str, ...]
-    unused: tuple[str, ...]
     source: Folder
     table: Table
 
@@ -73,31 +67,28 @@ def load(
       folder: Has config.json and model.safetensors (or shards with their index).
       task: "lm" for a decoder; "masked_lm", "question_answering" or "classification" for BERT. None
         takes that of the architecture that config.json names.
-      new_head: Draws the head of the task from `seed` where the folder has none of it; a pooler
-        that the folder has is kept.
+      new_head: Draw the head of the task where the folder has none; its own pooler is kept.
       classes: Labels of a new classification head; None for those of config.json.
-      dropout: Share of activations dropped in training; None for that of config.json (BERT) or
-        none (decoders). Attention has no dropout of its own.
-      dtype: What activations are computed in.
-      param_dtype: What parameters are stored in; None keeps the types of the files.
+      dropout: Share of activations dropped in training, attention weights excepted; None for that
+        of config.json (BERT) or none (decoders).
+      dtype: Type of activations.
+      param_dtype: Type of parameters; None keeps the types of the files.
       precision: Whether linear layers multiply in FP8 under `unitscale.scalify`.
       remat: `model.remat` of a decoder; None for "none".
-      adapter: The folder of a LoRA adapter, as PEFT writes it, that is added to a decoder's
-        weights; None for none.
-      on_host: Leaves parameters in the memory of the host, as NumPy arrays for `adapt`, and draws
-        no others.
-      seed: Decides a new head and the draws of dropout.
+      adapter: The folder of a LoRA adapter to add to a decoder's weights, as PEFT writes it.
+      on_host: Leave parameters in the memory of the host, as NumPy arrays for `adapt`.
+      seed: Seed of a new head and of dropout.
 
     Raises:
       RecipeError: A file is missing or damaged, the weights are pickle files, the architecture is
         not supported, or tensors are missing, unknown or of other shapes; the message names them.
     """
-    source = read_folder(folder)
+    source = read_folder(Path(folder))
     task = task_of(source.config, task, source.path)
     kind: str = source.config["model_type"]
     own = {"dropout": dropout, "remat": remat, "classes": classes if new_head else None}
-    read: Any = (DECODERS | ENCODERS)[kind](source.config, source.path)
-    config = read.model_copy(update={key: x for key, x in own.items() if x is not None})
+    changes = {key: value for key, value in own.items() if value is not None}
+    config = shape_in(source.config, source.path).model_copy(update=changes)
     kept = jnp.float32 if param_dtype is None else param_dtype
 
     def make() -> GPT | Bert:
@@ -105,9 +96,13 @@ def load(
         options["rngs"] = nnx.Rngs(params=seed, dropout=seed)
         return GPT(config, **options) if task == "lm" else Bert(config, task, **options)
 
-    model = _undrawn(make) if on_host else make()
+    model: Any = None if on_host else make()
+    if on_host:  # parameters are shapes until they are filled; other state is initialized
+        graphdef, params, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+        rest = jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))()
+        model = nnx.merge(graphdef, params, rest)
     table = table_of(kind, task, values_by_path(nnx.state(model, nnx.Param)).keys())
-    drawn, unused = _matched(table, kind, source, task, new_head)
+    drawn = _missing(table, kind, source, task, new_head)
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
         raise RecipeError(
             f"{source.path}: expected classes to be None or that of the folder; got {classes}; "
@@ -121,7 +116,7 @@ def load(
                 "without an adapter"
             )
         merge_adapter(model, adapter)
-    return Pretrained(model, config, task, drawn, unused, source, table)
+    return Pretrained(model, config, task, drawn, source, table)
 
 
 def save(
@@ -132,9 +127,8 @@ def save(
 ) -> None:
     """Write a model's folder: the same files, with the same names, shapes and types of tensors.
 
-    Where nothing was trained, files that the safetensors library wrote come out byte for byte. With
-    a new head there is one model.safetensors, without the heads of other tasks, and config.json
-    names the new architecture.
+    With a new head there is one model.safetensors, without the heads of other tasks, and
+    config.json names the new architecture.
 
     Args:
       pretrained: From `load`.
@@ -146,8 +140,8 @@ def save(
       RecipeError: A weight is not finite in the type of its file, or a file cannot be written.
     """
     source = _with_new_head(pretrained) if pretrained.drawn else pretrained.source
-    if labels and tuple(labels) != labels_of(source.config):
-        source = _with_config(source, **_label_keys(labels))
+    if labels and tuple(labels) != getattr(pretrained.config, "labels", ()):
+        source = _with_config(source, labels)
     values = values_by_path(pretrained.params if params is None else params)
     tensors = {}
     for name, old in source.tensors.items():
@@ -170,47 +164,37 @@ def values_by_path(state: Any) -> dict[str, Any]:
     return {".".join(map(str, p)): leaf.get_value() for p, leaf in nnx.to_flat_state(state)}
 
 
-def _matched(
+def _missing(
     table: Table, kind: str, source: Folder, task: Task, new_head: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of missing head tensors and of unused ones; refuse other differences."""
+) -> tuple[str, ...]:
+    """Return the names of head tensors to draw; refuse other differences from the table."""
     names = {name: full_name(name, kind) for name in source.tensors}
-    needed = {name: tensor.head for name, tensor in table.items() if not tensor.tied}
+    needed = [name for name, tensor in table.items() if not tensor.tied]
     missing = [name for name in needed if name not in names.values()]
-    gone = {head_part(name) for name in missing}
     # Whole parts of the head: a classifier is new on a pooler that is there.
-    if missing == [name for name, head in needed.items() if head and head_part(name) in gone]:
-        if missing and not new_head:
-            raise RecipeError(
-                f"{source.path}: expected the head of task {task}; got none of {_list(missing)}; "
-                "choose the task that it was trained for, or draw a new head"
-            )
-    else:
+    gone = {head_part(name) for name in missing}
+    if missing != [name for name in needed if table[name].head and head_part(name) in gone]:
         raise RecipeError(
             f"{source.path}: expected every tensor of the model; {_list(missing)} missing; "
             "copy the whole folder"
         )
-    others = {name: full for name, full in names.items() if full not in table}
-    unused = sorted(name for name, full in others.items() if is_other_head(full, kind))
-    buffers = {name for name, full in others.items() if is_buffer(full)}
-    if extra := sorted(others.keys() - buffers - {*unused}):
+    if missing and not new_head:
+        raise RecipeError(
+            f"{source.path}: expected the head of task {task}; got none of {_list(missing)}; "
+            "choose the task that it was trained for, or draw a new head"
+        )
+    others = (name for name, full in names.items() if full not in table)
+    if extra := sorted(name for name in others if not is_unused(names[name], kind)):
         raise RecipeError(
             f"{source.path}: expected only tensors that {CONFIG} accounts for; {_list(extra)} "
             f"extra; give the {CONFIG} that belongs to the weights"
         )
-    return tuple(missing), tuple(unused)
+    return tuple(missing)
 
 
 def _list(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"{', '.join(names[:4])}{more}"
-
-
-def _undrawn(make: Callable[[], Any]) -> Any:
-    """Build a model whose parameters are shapes only; other state is initialized."""
-    graphdef, params, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
-    rest = jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))()
-    return nnx.merge(graphdef, params, rest)
 
 
 def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, library: Any) -> None:
@@ -240,40 +224,30 @@ def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, lib
                     f"tied; got different numbers; set tie_word_embeddings false in {CONFIG} if "
                     "they are not"
                 )
-    if param_dtype is None:  # a new head takes the type of the rest
-        dtype = source.tensors[next(iter(filled.values()))].dtype
-        for path in variables.keys() - filled.keys():
-            variables[path].set_value(variables[path].get_value().astype(dtype))
 
 
 def _with_new_head(pretrained: Pretrained) -> Folder:
     """Return the folder with the new head in a single file of weights and in config.json."""
-    source, table, kind = (
-        pretrained.source,
-        pretrained.table,
-        pretrained.source.config["model_type"],
-    )
+    source, table = pretrained.source, pretrained.table
+    kind = source.config["model_type"]
     full = {full_name(name, kind): array for name, array in source.tensors.items()}
     tensors = {name: array for name, array in full.items() if name in table}
     dtype, values = next(iter(tensors.values())).dtype, values_by_path(pretrained.params)
     tensors |= {name: np.asarray(table[name].pack(values), dtype) for name in pretrained.drawn}
-    changes: dict[str, Any] = {"architectures": [ARCHITECTURES[kind][pretrained.task][0]]}
+    labels: list[str] = []
     if pretrained.task == "classification":
-        classes = cast("BertConfig | ModernBertConfig", pretrained.config).classes
-        changes |= _label_keys([f"LABEL_{index}" for index in range(classes)])
-    texts = {name: text for name, text in source.texts.items() if not name.endswith("index.json")}
+        classes = cast("EncoderConfig", pretrained.config).classes
+        labels = [f"LABEL_{index}" for index in range(classes)]
+    texts = {name: text for name, text in source.texts.items() if name != INDEX}
     files = {SINGLE: ({"format": "pt"}, list(tensors))}
-    return _with_config(replace(source, texts=texts, files=files, tensors=tensors), **changes)
+    source = replace(source, texts=texts, files=files, tensors=tensors)
+    return _with_config(source, labels, architectures=[ARCHITECTURES[kind][pretrained.task][0]])
 
 
-def _label_keys(labels: Sequence[str]) -> dict[str, Any]:
-    return {
-        "id2label": {str(index): label for index, label in enumerate(labels)},
-        "label2id": {label: index for index, label in enumerate(labels)},
-    }
-
-
-def _with_config(source: Folder, **changes: Any) -> Folder:
+def _with_config(source: Folder, labels: Sequence[str], **changes: Any) -> Folder:
+    if labels:
+        changes["id2label"] = {str(index): label for index, label in enumerate(labels)}
+        changes["label2id"] = {label: index for index, label in enumerate(labels)}
     config = source.config | changes
     text = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     return replace(source, config=config, texts=source.texts | {CONFIG: text})

@@ -1,13 +1,13 @@
 """Low-rank updates (LoRA) of a plain decoder, and adapter files in PEFT's format.
 
 The model's own weights are frozen, in FP8 if asked for. An update is of one tensor of the folder's
-files: GPT-2's query, key and value are one tensor, so that they share the first product.
+files: GPT-2's query, key and value are one tensor, so that they share the first matrix.
 """
 
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from ..config import Count, Flag, GPTModelConfig, LoraConfig, Positive
 from ..errors import RecipeError, refused
 from ._config import validated
 from ._folder import read_config, read_tensors, write_tensors
-from ._names import Table, Tensor, full_name, table_of
+from ._names import Table, full_name, table_of
 from .plain import GPT
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -37,11 +37,7 @@ class Frozen(nnx.Variable):
 
 
 class NarrowLinear(nnx.Module):
-    """A linear layer with an FP8 kernel and a power-of-two scale for each output.
-
-    The kernel is widened where it is multiplied, and again in the backward pass, so that no wide
-    copy of it is kept.
-    """
+    """A linear layer with an FP8 kernel and a power-of-two scale for each output."""
 
     def __init__(self, layer: nnx.Linear, dtype: str):
         self.dtype = layer.dtype
@@ -54,7 +50,7 @@ class NarrowLinear(nnx.Module):
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
 
-@jax.checkpoint
+@jax.checkpoint  # widened again in the backward pass, so that no wide copy is kept
 def _widened_matmul(x: jax.Array, kernel: ScaledArray) -> jax.Array:
     return x @ kernel.value.astype(x.dtype)
 
@@ -104,7 +100,7 @@ def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int 
                 setattr(module, name, Frozen(jnp.asarray(value, dtype)))
     rngs = nnx.Rngs(seed)
     for tensor in updated.values():
-        inputs = layer_at(model, tensor.paths[0]).kernel.get_value().shape[0]
+        inputs = _layer(model, tensor.paths[0]).kernel.get_value().shape[0]
         bound, shape = inputs**-0.5, (inputs, lora.rank)
         lora_a = nnx.LoRAParam(jax.random.uniform(rngs(), shape, minval=-bound, maxval=bound))
         for path in tensor.paths:
@@ -114,11 +110,25 @@ def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int 
             setattr(owner, name, UpdatedLinear(base, lora_a, lora_b, lora.scale))
 
 
-def linears(shape: GPTModelConfig) -> Table:
+def _place(model: GPT, path: str) -> tuple[Any, str]:
+    """Return the parent module and the name of the layer that holds a kernel."""
+    _, index, part, name, _ = path.split(".")
+    return getattr(model.layers[int(index)], part), name
+
+
+def _layer(model: GPT, path: str) -> Any:
+    """Return the layer that holds a kernel."""
+    return getattr(*_place(model, path))
+
+
+def _kind(shape: GPTModelConfig) -> str:
+    return "gpt2" if shape.decoder is None else "llama"
+
+
+def _linears(shape: GPTModelConfig) -> Table:
     """Return the tensors that can be updated, the layers' kernels, by name without `.weight`."""
-    kind = "gpt2" if shape.decoder is None else "llama"
     kernels = [f"layers.{i}.{name}.kernel" for i in range(shape.layers) for name in _LINEARS]
-    table = table_of(kind, "lm", kernels)
+    table = table_of(_kind(shape), "lm", kernels)
     by_layer = sorted(table, key=lambda name: int(table[name].paths[0].split(".")[1]))
     return {name.removesuffix(".weight"): table[name] for name in by_layer}
 
@@ -130,7 +140,7 @@ def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
       RecipeError: The model has no such layers, or only some of those of one tensor are named.
     """
     wanted, known, chosen = set(lora.targets), set[str](), {}
-    for name, tensor in linears(shape).items():
+    for name, tensor in _linears(shape).items():
         own = [path.split(".")[-2] for path in tensor.paths]
         known |= set(own)
         if wanted.issuperset(own):
@@ -148,26 +158,7 @@ def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
     return chosen
 
 
-def layer_at(model: GPT, path: str) -> Any:
-    """Return the layer that holds a kernel."""
-    return getattr(*_place(model, path))
-
-
-def _place(model: GPT, path: str) -> tuple[Any, str]:
-    """Return the parent module and the name of the layer that holds a kernel."""
-    _, index, part, name, _ = path.split(".")
-    return getattr(model.layers[int(index)], part), name
-
-
 # Adapters in files
-
-
-class Update(NamedTuple):
-    """An update of one tensor, W + scale * a b, with a (in, rank) and b (rank, out) in float32."""
-
-    a: np.ndarray
-    b: np.ndarray
-    scale: float
 
 
 class _File(BaseModel):
@@ -192,18 +183,11 @@ _INERT = {
 
 
 def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
-    """Write the updates of an adapted model to a folder.
-
-    Args:
-      model: The model.
-      lora: As `adapt` was given it.
-      folder: Where to write.
-      base: The folder of the model that is updated, for `base_model_name_or_path`.
-    """
+    """Write the updates of a model that `adapt` was given; `base` is its Hugging Face folder."""
     updated = updated_tensors(model.config, lora)
     tensors = {}
     for name, tensor in updated.items():
-        layers = [layer_at(model, path) for path in tensor.paths]
+        layers = [_layer(model, path) for path in tensor.paths]
         b = np.concatenate([np.asarray(layer.lora_b.get_value()) for layer in layers], axis=-1)
         for letter, value in (("A", np.asarray(layers[0].lora_a.get_value())), ("B", b)):
             tensors[f"base_model.model.{name}.lora_{letter}.weight"] = value.T.astype(np.float32)
@@ -230,10 +214,9 @@ def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
 
 def merge_adapter(model: GPT, folder: str | Path) -> None:
     """Add the updates of a folder to a model's kernels, in place."""
-    for name, update in read_adapter(folder, model).items():
-        change = update.scale * (update.a @ update.b)
-        for path, piece in _pieces(linears(model.config)[name], change).items():
-            kernel = layer_at(model, path).kernel
+    for name, (a, b, scale) in _read_adapter(Path(folder), model).items():
+        for path, piece in _linears(model.config)[name].split(scale * (a @ b)).items():
+            kernel = _layer(model, path).kernel
             value = kernel.get_value()
             kernel.set_value((value.astype(jnp.float32) + piece).astype(value.dtype))
 
@@ -242,9 +225,9 @@ def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:
     """Set the updates of an adapted model to those of a folder.
 
     Raises:
-      RecipeError: As `read_adapter`, or rank, alpha or layers are not those of `lora`.
+      RecipeError: The folder has no such adapter, or its rank, alpha or layers are not `lora`'s.
     """
-    updates, updated = read_adapter(folder, model), updated_tensors(model.config, lora)
+    updates, updated = _read_adapter(Path(folder), model), updated_tensors(model.config, lora)
     if odd := sorted(updates.keys() ^ updated.keys()):
         raise RecipeError(
             f"lora.targets: expected those of lora.init {folder}; got {', '.join(lora.targets)}, "
@@ -258,57 +241,43 @@ def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:
                     f"lora.{key}: expected {wanted:g}, that of {name} in lora.init {folder}; got "
                     f"{got:g}; set lora.{key}={wanted:g}"
                 )
-        for path, piece in _pieces(updated[name], b).items():
-            layer = layer_at(model, path)
+        for path, piece in updated[name].split(b).items():
+            layer = _layer(model, path)
             layer.lora_a.set_value(jnp.asarray(a))
             layer.lora_b.set_value(jnp.asarray(piece))
 
 
-def _pieces(tensor: Tensor, whole: np.ndarray) -> dict[str, np.ndarray]:
-    """Split an array (..., out) into the parts of the kernels that one tensor holds."""
-    return tensor._replace(transposed=False).unpack(whole)
-
-
-def read_adapter(folder: str | Path, model: GPT) -> dict[str, Update]:
-    """Read the updates of a folder, by tensor name without `.weight`.
-
-    Raises:
-      RecipeError: A file is missing or damaged, the weights are a pickle, or the adapter is of
-        other layers, of other sizes, or of a variant of LoRA that is not supported.
-    """
-    path, shape = Path(folder), model.config
-    given = read_config(path, CONFIG, "LoRA adapter")
-    config = validated(_File, given, path, inert=_INERT, file=CONFIG)
-    _, tensors = read_tensors(path / WEIGHTS)
-    known, kind = linears(shape), "gpt2" if shape.decoder is None else "llama"
-    parts: dict[str, dict[str, np.ndarray]] = {}
-    for name, array in tensors.items():
+def _read_adapter(folder: Path, model: GPT) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
+    """Return a (in, rank), b (rank, out) and the scale of each update, by name as in `_linears`."""
+    given = read_config(folder, CONFIG, "LoRA adapter")
+    config = validated(_File, given, folder, inert=_INERT, file=CONFIG)
+    known, parts = _linears(model.config), {}
+    for name, array in read_tensors(folder / WEIGHTS)[1].items():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
-        layer = full_name(match[1], kind) if match else ""
+        layer = full_name(match[1], _kind(model.config)) if match else ""
         if match is None or layer not in known:
             raise RecipeError(
-                f"{path / WEIGHTS}: expected lora_A and lora_B of linear layers of the model, such "
-                f"as {next(iter(known))}; got {name}; give an adapter of such layers of this model"
+                f"{folder / WEIGHTS}: expected lora_A and lora_B of linear layers of the model, "
+                f"such as {next(iter(known))}; got {name}; give an adapter of such layers of this "
+                "model"
             )
         parts.setdefault(layer, {})[match[2]] = np.asarray(array, np.float32).T
     updates = {}
     for layer, pair in parts.items():
         if len(pair) < 2:
             raise RecipeError(
-                f"{path / WEIGHTS}: expected lora_A and lora_B of {layer}; got lora_{min(pair)} "
+                f"{folder / WEIGHTS}: expected lora_A and lora_B of {layer}; got lora_{min(pair)} "
                 "alone; copy the file again"
             )
         a, b = pair["A"], pair["B"]
-        kernels = [layer_at(model, p).kernel.get_value().shape for p in known[layer].paths]
+        kernels = [_layer(model, path).kernel.get_value().shape for path in known[layer].paths]
         inputs, outputs = kernels[0][0], sum(kernel[1] for kernel in kernels)
         rank = a.shape[-1] if config.rank_pattern else config.r
         if (a.shape, b.shape) != ((inputs, rank), (rank, outputs)):
             raise RecipeError(
-                f"{path / WEIGHTS}: expected {layer} with lora_A {[rank, inputs]} and lora_B "
+                f"{folder / WEIGHTS}: expected {layer} with lora_A {[rank, inputs]} and lora_B "
                 f"{[outputs, rank]}, by {CONFIG} and the model; got {[*a.T.shape]} and "
                 f"{[*b.T.shape]}; give an adapter of this model, with its own {CONFIG}"
             )
-        updates[layer] = Update(
-            a, b, config.lora_alpha / (rank**0.5 if config.use_rslora else rank)
-        )
+        updates[layer] = a, b, config.lora_alpha / (rank**0.5 if config.use_rslora else rank)
     return updates

@@ -1,6 +1,5 @@
 """Which parameters each tensor of a Hugging Face file holds."""
 
-import functools
 import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -11,13 +10,10 @@ from ._config import Task
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file and the parameters in it.
+    """A tensor of a file and the parameters in it, as dotted paths in the model.
 
-    Attributes:
-      paths: Parameters, as dotted paths in the model; several lie side by side on the last axis.
-      transposed: Whether the file has the transpose.
-      tied: Whether another tensor holds the same parameter, so that this one may be left out.
-      head: Whether it belongs to the head of a task.
+    Several parameters lie side by side on the last axis. A tied tensor may be left out, as another
+    one holds the same parameter; `head` marks those of the head of a task.
     """
 
     paths: tuple[str, ...]
@@ -32,9 +28,11 @@ class Tensor(NamedTuple):
 
     def unpack(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return the parameters in a tensor."""
-        array = array.T if self.transposed else array
-        pieces = np.split(array, len(self.paths), axis=-1)
-        return dict(zip(self.paths, pieces, strict=True))
+        return self.split(array.T if self.transposed else array)
+
+    def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the part of each parameter in an array (..., out) that is not transposed."""
+        return dict(zip(self.paths, np.split(array, len(self.paths), axis=-1), strict=True))
 
 
 Table = dict[str, Tensor]
@@ -135,11 +133,11 @@ _HEADS: dict[str, dict[Task, Modules]] = {
         "classification": {**_MODERN_HEAD, "classifier": "classes"},
     },
 }
-# Masks and position numbers that old versions saved, and heads of other tasks.
+# Masks and position numbers that old versions saved, and heads of encoders for any task.
 _BUFFER = re.compile(
     r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.(position|token_type)_ids)"
 )
-_OTHER_HEAD = re.compile(r"(cls|qa_outputs|classifier|lm_head|head|decoder|\w+\.pooler)\..*")
+_HEAD = re.compile(r"(cls|qa_outputs|classifier|lm_head|head|decoder|\w+\.pooler)\..*")
 
 
 def table_of(kind: str, task: Task, parameters: Collection[str]) -> Table:
@@ -173,44 +171,27 @@ def _paths(modules: str, part: str, parameters: Collection[str]) -> tuple[str, .
     return next((paths for paths in candidates if all(p in parameters for p in paths)), ())
 
 
-@functools.cache
-def _tops(kind: str) -> list[str]:
-    """Return the first parts of all tensor names, starting with that of the body."""
-    tables = (_BODIES[kind], *_HEADS[kind].values())
-    return list(dict.fromkeys(name.split(".")[0] for table in tables for name in table))
-
-
 def full_name(name: str, kind: str) -> str:
     """Return the name of a tensor in the table, given its name in a file.
 
-    A bare model leaves the first part out, and BERT's first files say gamma and beta.
-
     Example:
-      >>> full_name("embeddings.LayerNorm.gamma", "bert")
+      >>> full_name("embeddings.LayerNorm.gamma", "bert")  # BERT, old
       'bert.embeddings.LayerNorm.weight'
     """
-    if name.split(".")[0] not in _tops(kind):
-        name = f"{_tops(kind)[0]}.{name}"
+    tables = (_BODIES[kind], *_HEADS[kind].values())
+    tops = [known.split(".")[0] for table in tables for known in table]
+    if name.split(".")[0] not in tops:  # a bare model leaves the first part out
+        name = f"{tops[0]}.{name}"
     name = re.sub(r"\.LayerNorm\.gamma$", ".LayerNorm.weight", name)
     return re.sub(r"\.LayerNorm\.beta$", ".LayerNorm.bias", name)
 
 
 def head_part(name: str) -> str:
-    """Return the part of a head that a tensor belongs to; a file has all of a part or nothing.
-
-    Example:
-      >>> head_part("bert.pooler.dense.bias"), head_part("cls.predictions.bias")
-      ('bert.pooler', 'cls')
-    """
+    """Return the part of a head that a tensor belongs to; a file has all of a part or nothing."""
     first, second, *_ = name.split(".")
     return f"{first}.{second}" if first == "bert" else first
 
 
-def is_buffer(name: str) -> bool:
-    """Whether a tensor of this full name is a buffer, not a parameter."""
-    return _BUFFER.fullmatch(name) is not None
-
-
-def is_other_head(name: str, kind: str) -> bool:
-    """Whether a tensor of this full name belongs to an encoder's head for any task."""
-    return "bert" in kind and _OTHER_HEAD.fullmatch(name) is not None
+def is_unused(name: str, kind: str) -> bool:
+    """Whether a tensor outside the table is a buffer, or of an encoder's head for another task."""
+    return bool(_BUFFER.fullmatch(name) or ("bert" in kind and _HEAD.fullmatch(name)))

@@ -2,28 +2,189 @@
 
 The same pre-norm decoder as `recipes.gpt.model` (positions, MLPs, grouped-query attention, key and
 value cache), with GPT-2's initialisation and neither scales nor loss scaling. With `config.decoder`
-it is also any decoder of the Llama family.
+it is also any decoder of the Llama family. Its layers make up other plain models too.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
+from unitscale import transforms
 from unitscale.core import shard_activations
 
-from ..config import GPTModelConfig, PrecisionConfig
-from .layers import ACTIVATIONS, Parts, attend, frequencies, rotate
+from ..config import GPTModelConfig, PrecisionConfig, RopeConfig
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+}
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, cap: float | None = None, **options
+) -> jax.Array:
+    """`jax.nn.dot_product_attention`, in float32 where XLA's CPU backend has no float16 one.
+
+    With a `cap`, scores s become cap tanh(s / cap) (Gemma 2); `options` are then mask and scale.
+    """
+    if v.dtype == jnp.float16 and jax.default_backend() == "cpu":
+        wide = (x.astype(jnp.float32) for x in (q, k, v))
+        return attend(*wide, cap=cap, **options).astype(jnp.float16)
+    if cap is None:
+        return jax.nn.dot_product_attention(q, k, v, **options)
+    return _attend_capped(q, k, v, cap, **options)
+
+
+def _attend_capped(q, k, v, cap: float, *, mask: jax.Array, scale: float | None = None):
+    """q (batch, time, heads, size), k and v with heads that divide them; mask (..., time, keys)."""
+    batch, time, heads, size = q.shape
+    grouped = q.reshape(batch, time, k.shape[2], heads // k.shape[2], size)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    scores = cap * jnp.tanh(scores * ((size**-0.5 if scale is None else scale) / cap))
+    scores = jnp.where(mask[:, :, None], scores, 0.5 * jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(q.shape)
+
+
+def frequencies(size: int, rope: RopeConfig) -> np.ndarray:
+    """Return the radians per position of each pair of features of a head, float32 (size / 2,).
+
+    References:
+      Su et al., 2021, RoFormer. Grattafiori et al., 2024, The Llama 3 Herd of Models. Peng et al.,
+      2023, YaRN, section 3.2; the ends of its band are those of `transformers`.
+    """
+    pairs = np.arange(size // 2, dtype=np.float64)
+    kept = rope.base ** (-2 * pairs / size)
+    share = np.ones_like(kept)  # of the frequency as it was
+    if rope.scaling == "linear":
+        share = np.zeros_like(kept)
+    if rope.scaling == "llama3":
+        turns = rope.context * kept / (2 * np.pi)
+        share = np.clip((turns - rope.low_factor) / (rope.high_factor - rope.low_factor), 0, 1)
+    if rope.scaling == "yarn":  # pair i turns context / (2 pi base^(2 i / size)) times
+        low, high = (
+            size * math.log(rope.context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+            for turns in (rope.fast, rope.slow)
+        )
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        share = 1 - np.clip((pairs - low) / (high - low if high != low else 0.001), 0, 1)
+    return (kept * (share + (1 - share) / rope.factor)).astype(np.float32)
+
+
+def rotate(
+    x: jax.Array, positions: jax.Array, frequency: np.ndarray, factor: float = 1.0
+) -> jax.Array:
+    """Rotate x (batch, time, heads, head_dim) at positions (time,), and multiply it by `factor`.
+
+    Feature i and feature i + head_dim / 2 are a pair.
+    """
+    angle = positions[:, None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def make_product(
+    precision: PrecisionConfig | None,
+    product: Callable[..., jax.Array] = jax.lax.dot_general,
+    gradients: str = "float8_e5m2",
+) -> Callable[..., jax.Array]:
+    """Wrap a matmul so that under `unitscale.scalify` it is in FP8, if `precision.matmuls` is fp8.
+
+    Operands are cast to E4M3 and cotangents to `gradients`, by markers, which are identities
+    outside `scalify`.
+    """
+    if precision is None or precision.matmuls != "fp8":
+        return product
+
+    def narrowed(x, kernel, *args, **options):
+        x, kernel = (transforms.cast_data(array, "float8_e4m3fn") for array in (x, kernel))
+        y = product(x, kernel, *args, **options)
+        return transforms.cast_data(y, gradients, on="backward")
+
+    return narrowed
+
+
+class OffsetNorm(nnx.Module):
+    """x / RMS(x) * (1 + scale), computed in float32 (Gemma)."""
+
+    def __init__(self, width: int, *, epsilon: float = 1e-6, dtype, param_dtype, rngs: nnx.Rngs):
+        self.epsilon, self.dtype = epsilon, dtype
+        self.scale = nnx.Param(jnp.zeros(width, param_dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
+        square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (wide * jax.lax.rsqrt(square + self.epsilon) * (1 + scale)).astype(self.dtype)
+
+
+class Parts:
+    """Factory of layers in one dtype.
+
+    Matmuls are in the formats of `precision`; set `product` to `jax.lax.dot_general` before a readout
+    is made. `norm` is "rms", "layer", or "offset" for `OffsetNorm`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        dtype,
+        param_dtype,
+        precision: PrecisionConfig | None,
+        rngs: nnx.Rngs,
+        *,
+        norm: str = "layer",
+        norm_bias: bool = True,
+    ):
+        self.config, self.kind, self.norm_bias = config, norm, norm_bias
+        self.options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.product = make_product(precision)
+
+    def linear(
+        self, features_in: int, features_out: int, *, stddev: float = 0.02, bias: bool = True
+    ) -> nnx.Linear:
+        return nnx.Linear(
+            features_in,
+            features_out,
+            use_bias=bias,
+            kernel_init=nnx.initializers.normal(stddev),
+            dot_general=self.product,
+            **self.options,
+        )
+
+    def norm(self, width: int | None = None) -> nnx.RMSNorm | nnx.LayerNorm | OffsetNorm:
+        """Make a norm, of the model's width by default."""
+        width, eps = int(width or self.config.width), self.config.norm_eps
+        options = self.options if eps is None else {**self.options, "epsilon": eps}
+        if self.kind == "offset":
+            return OffsetNorm(width, **options)
+        if self.kind == "rms":
+            return nnx.RMSNorm(width, **options)
+        # The mean of squares less the square of the mean loses its digits where the mean is large.
+        return nnx.LayerNorm(width, use_bias=self.norm_bias, use_fast_variance=False, **options)
+
+    def embed(self, rows: int) -> nnx.Embed:
+        init = nnx.initializers.normal(0.02)
+        return nnx.Embed(rows, self.config.width, embedding_init=init, **self.options)
+
+    def dropout(self) -> nnx.Dropout:
+        return nnx.Dropout(self.config.dropout, rngs=self.options["rngs"])
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens seen so far.
-
-    keys and values have one (batch, length, kv_heads, head_dim) array per layer; `position` is the
-    number of tokens already in them.
-    """
+    """Keys and values of the `position` tokens seen so far, (batch, length, kv_heads, head_dim)."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
@@ -141,12 +302,9 @@ class GPT(nnx.Module):
         parts = Parts(config, dtype, param_dtype, precision, rngs, norm=norm)
         self.config, self.dtype, self.remat = config, dtype, config.remat
         self.embed = parts.embed(config.vocab)
-        if config.positions == "learned" and config.context is None:
-            raise ValueError(
-                "recipes.hf.plain.GPT: learned positions need config.context; got None; set it to "
-                "the longest sequence"
-            )
-        self.positions = parts.embed(config.context or 0) if config.positions == "learned" else None
+        learned = config.positions == "learned"
+        assert config.context is not None or not learned, "learned positions need a context"
+        self.positions = parts.embed(config.context or 0) if learned else None
         self.dropout = parts.dropout()
         self.layers = nnx.List([Layer(parts, index) for index in range(config.layers)])
         self.norm = parts.norm()

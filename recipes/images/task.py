@@ -19,7 +19,7 @@ from unitscale import ScaledArray, nn, ops
 
 from ..config import PrecisionConfig
 from ..errors import RecipeError
-from ..hf.layers import make_product
+from ..hf.plain import make_product
 from ..pooling import mean_of_tokens
 from ..run.evaluate import predict
 from ..run.precision import make_policy

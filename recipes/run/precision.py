@@ -1,10 +1,8 @@
 """Number formats of a run: policies of layers, scalify, and the monitor of saturation."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +14,6 @@ from unitscale.quant import Static, Unit
 from unitscale.transforms import scalify
 
 from ..config import PrecisionConfig, RunConfig
-
-if TYPE_CHECKING:
-    from .state import TrainState
 
 
 def make_policy(precision: PrecisionConfig) -> nn.Policy:
@@ -64,12 +59,12 @@ def plain(precision: PrecisionConfig | None, tree: Any) -> Any:
 
 
 def watch_overflow(
-    config: RunConfig, graphdef: nnx.GraphDef, state: TrainState, say: Callable[[str], None]
-) -> tuple[TrainState, dict[str, float]]:
+    config: RunConfig, graphdef: nnx.GraphDef, state: Any, say: Callable[[str], None]
+) -> tuple[Any, dict[str, float]]:
     """Reads what saturated in the last step, and moves scales if the config asks for it.
 
     Returns:
-      The state, with the moved scales, and the shares of saturated elements by tensor, named
+      The `TrainState`, with the moved scales, and the shares of saturated elements by tensor, named
       `saturated/LAYER.TENSOR`.
     """
     if config.precision.monitor is None:

@@ -10,7 +10,6 @@ logits. Each folder is what `save_pretrained` writes, with `reference.npz` besid
 and the logits that `transformers` gives in float32. Versions 2.13.0 and 5.23.0 made those here.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -224,11 +223,5 @@ def make_tiny(root: Path) -> None:
         tokenizers[kind].save(str(root / name / "tokenizer.json"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=HERE)
-    make_tiny(parser.parse_args().folder)
-
-
 if __name__ == "__main__":
-    main()
+    make_tiny(HERE)

@@ -1,0 +1,371 @@
+"""Files of the tasks, and the padded token records that a model is trained and scored on.
+
+SQuAD's long contexts are read in overlapping windows. The label of a window that does not hold the
+whole answer is the first token, [CLS]. Rows of classification are in TSV without quotation marks,
+as GLUE has it, in CSV of RFC 4180, or in JSONL.
+"""
+
+import csv
+import dataclasses
+import functools
+import hashlib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenizers import Encoding, Tokenizer
+
+from ..errors import RecipeError, clipped, json_lines, read_text
+from .config import ClassificationConfig, DataConfig, SquadConfig
+
+_CHUNK = 1024  # texts that are tokenized at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """`ids`, `segments` and `mask` (0 on padding), (records, length), and labels (records,)."""
+
+    arrays: dict[str, np.ndarray]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for name, array in sorted(self.arrays.items()):
+            digest.update(f"{name} {array.shape}".encode() + array.tobytes())
+        return digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.arrays["ids"])
+
+    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
+        return {name: array[index].astype(np.int32) for name, array in self.arrays.items()}
+
+    def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+        """Yield batches in order; the last one is filled up with the last record."""
+        for start in range(0, len(self), size):
+            yield self[np.minimum(np.arange(start, start + size), len(self) - 1)]
+
+
+Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, segments and mask of a record
+
+
+def _tokens(encoding: Encoding, mark: bool) -> Tokens:
+    """Return a record; with `mark`, what a second text shares has the segment of the first."""
+    ids = np.array(encoding.ids, np.int32)
+    segments = np.array(encoding.type_ids, np.int8)
+    if mark:  # Chen et al., 2017, Reading Wikipedia to Answer Open-Domain Questions: "exact match"
+        second = _second_text(encoding)
+        segments[second] &= ~np.isin(ids[second], ids[: second.start])
+    return ids, segments, np.array(encoding.attention_mask, np.int8)
+
+
+def _stack(rows: Sequence[Tokens], **labels: Any) -> Records:
+    tokens = zip(("ids", "segments", "mask"), map(np.stack, zip(*rows, strict=True)), strict=True)
+    return Records({**dict(tokens), **{k: np.array(v, np.int32) for k, v in labels.items()}})
+
+
+def _second_text(encoding: Encoding) -> slice:
+    """Return the positions of the second text of a pair; an empty slice for a single text."""
+    parts: Sequence[int | None] = encoding.sequence_ids
+    first = parts.index(1) if 1 in parts else 0
+    return slice(first, first + parts.count(1))
+
+
+def _padding_copy(tokenizer: Tokenizer, length: int, least: int, *, pairs: bool) -> Tokenizer:
+    """Copy a tokenizer, with padding to `length` tokens, of which texts need `least`."""
+    special = tokenizer.num_special_tokens_to_add(pairs)
+    if length < least + special:
+        raise RecipeError(
+            f"data.sequence_length: expected at least {least + special}, with {special} special "
+            f"tokens; got {length}; raise it, or lower squad.max_question_length"
+        )
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    for probe in (copy.encode("a"), copy.encode("a", "a")):
+        texts = [part for part in probe.sequence_ids if part is not None]
+        if not any(probe.special_tokens_mask[:1]) or texts != sorted(texts):
+            raise RecipeError(
+                "tokenizer: expected one for BERT, which puts [CLS] or the like first, and the "
+                f"second text last; got {' '.join(probe.tokens)}; use another"
+            )
+    found = (copy.token_to_id(token) for token in ("[PAD]", "<pad>"))
+    copy.enable_padding(length=length, pad_id=next((i for i in found if i is not None), 0))
+    return copy
+
+
+# Question answering
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+_Text = Annotated[str, Field(pattern=r"\S")]
+
+
+class Answer(_Strict):
+    """A text and the position of its first character in the context."""
+
+    text: _Text
+    answer_start: int
+
+
+class Question(_Strict):
+    """A question about a context, with the answers that are right, or none if it has none."""
+
+    id: str
+    question: _Text
+    answers: list[Answer]
+    is_impossible: bool = False
+    context: str = ""  # from its paragraph
+
+
+class _Paragraph(_Strict):
+    context: str
+    qas: list[Question]
+
+
+class _Article(_Strict):
+    paragraphs: list[_Paragraph]
+
+
+class _File(_Strict):
+    data: list[_Article]
+
+
+def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
+    """Read and check the questions of a file; messages name the config key `key`."""
+    where = f"{key}: {path}"
+    try:
+        file = _File.model_validate_json(read_text(Path(path), key))
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in wrong["loc"])
+        raise RecipeError(
+            f"{where}: {place.removeprefix('.') or 'the file'}: {wrong['msg']}; got "
+            f"{clipped(wrong['input'])}; correct the file, which is of SQuAD's format"
+        ) from error
+    questions: dict[str, Question] = {}
+    for paragraph in (one for article in file.data for one in article.paragraphs):
+        for asked in paragraph.qas:
+            wrong = _complaint(asked, paragraph.context)
+            if asked.id in questions:
+                wrong = "expected different ids; got it twice"
+            if wrong:
+                raise RecipeError(f"{where}: question {asked.id!r}: {wrong}; correct the file")
+            questions[asked.id] = asked.model_copy(update={"context": paragraph.context})
+    if not questions:
+        raise RecipeError(f"{where}: expected questions; got none; give a file that has some")
+    return list(questions.values())
+
+
+def _complaint(asked: Question, context: str) -> str | None:
+    """Return what is wrong with a question of a context, if anything is."""
+    if asked.is_impossible == bool(asked.answers):
+        return f"expected answers or is_impossible; got {len(asked.answers)}, {asked.is_impossible}"
+    for text, start in ((answer.text, answer.answer_start) for answer in asked.answers):
+        if start < 0 or not context.startswith(text, start):
+            at = context.find(text)  # -1: nowhere
+            return f"expected {clipped(text)} at character {start} of the context; got it at {at}"
+    return None
+
+
+class Window(NamedTuple):
+    """A record's part of a context: its first token, and (tokens, 2) offsets of characters."""
+
+    question: int
+    first: int
+    offsets: np.ndarray
+
+
+class SquadFeatures(NamedTuple):
+    """Records with labels `start` and `end`, and the window of each record."""
+
+    questions: Sequence[Question]
+    records: Records
+    windows: list[Window]
+
+
+def make_squad_features(
+    questions: Sequence[Question], tokenizer: Tokenizer, length: int, squad: SquadConfig
+) -> SquadFeatures:
+    """Tokenize questions, each with windows of its context, of which two share half."""
+    most = squad.max_question_length
+    tokenizer = _padding_copy(tokenizer, length, most + 1, pairs=True)
+    rows: list[Tokens] = []
+    windows: list[Window] = []
+    labels: list[tuple[int, int]] = []
+    for begin in range(0, len(questions), _CHUNK):
+        chunk = questions[begin : begin + _CHUNK]
+        for number, encoding in enumerate(_encode(chunk, tokenizer, length, most), begin):
+            for part in (encoding, *encoding.overflowing):
+                context = _second_text(part)
+                offsets = np.array(part.offsets[context], np.int32).reshape(-1, 2)
+                windows.append(Window(number, context.start, offsets))
+                labels.append(_label(windows[-1], questions[number]))
+                rows.append(_tokens(part, squad.mark_matches))
+    start, end = zip(*labels, strict=True)
+    return SquadFeatures(questions, _stack(rows, start=start, end=end), windows)
+
+
+def _encode(
+    questions: Sequence[Question], tokenizer: Tokenizer, length: int, most: int
+) -> list[Encoding]:
+    """Return the first window of each question, which has the others."""
+    tokenizer.no_truncation()  # what it cuts off it does not always tell
+    texts = [question.question.strip() for question in questions]
+    sizes = []
+    for i, asked in enumerate(tokenizer.encode_batch(texts, add_special_tokens=False)):
+        sizes.append(min(sum(asked.attention_mask), most))
+        texts[i] = texts[i][: asked.offsets[sizes[i] - 1][1]]
+    found: dict[int, Encoding] = {}
+    for size in set(sizes):
+        room = length - tokenizer.num_special_tokens_to_add(True) - size
+        tokenizer.enable_truncation(length, stride=room // 2, strategy="only_second")
+        members = [i for i, own in enumerate(sizes) if own == size]
+        pairs = [(texts[i], questions[i].context) for i in members]
+        found |= zip(members, tokenizer.encode_batch(pairs), strict=True)
+    return [found[i] for i in range(len(questions))]
+
+
+def _label(window: Window, question: Question) -> tuple[int, int]:
+    """Return the first answer's first and last token; (0, 0) if they are not all there."""
+    if not question.answers or not window.offsets.size:
+        return 0, 0
+    text, start = question.answers[0].text, question.answers[0].answer_start
+    start += len(text) - len(text.lstrip())  # without white space around it
+    stop = start + len(text.strip())
+    begins, ends = window.offsets.T
+    if start < begins[0] or stop > ends[-1]:
+        return 0, 0
+    first = int(np.searchsorted(ends, start, side="right"))
+    last = int(np.searchsorted(begins, stop, side="left")) - 1
+    # The tokenizer may drop characters; an answer of such characters alone has no token.
+    return (window.first + first, window.first + last) if first <= last else (0, 0)
+
+
+def with_answers(records: Records, others: float, seed: int) -> Records:
+    """Keep records with their answer, and `others` random ones without for each of them."""
+    answered = records.arrays["start"] > 0
+    held, without = np.flatnonzero(answered), np.flatnonzero(~answered)
+    count = min(len(without), round(others * len(held)))
+    chosen = np.random.default_rng(seed).choice(without, count, replace=False)
+    kept = np.sort(np.concatenate([held, chosen]))
+    return Records({name: array[kept] for name, array in records.arrays.items()})
+
+
+# Classification of sentences or pairs
+
+
+class Row(NamedTuple):
+    """A text, an optional second one, the name of the label, and the line in the file."""
+
+    text: str
+    pair: str | None
+    label: str
+    line: int
+
+
+class Dataset(NamedTuple):
+    """Training and validation rows; `labels[i]` is the name of label i."""
+
+    train: list[Row]
+    validation: list[Row]
+    labels: tuple[str, ...]
+
+    def ids(self, rows: Sequence[Row]) -> np.ndarray:
+        """Return the label ids of rows, (rows,)."""
+        ids = {name: number for number, name in enumerate(self.labels)}
+        return np.array([ids[row.label] for row in rows])
+
+
+def load_classification(
+    data: DataConfig, columns: ClassificationConfig, known: Sequence[str] = ()
+) -> Dataset:
+    """Read both files; labels are in the order of `known`, if they are the same, else sorted."""
+    paths = {"data.train": data.train, "data.validation": data.validation}
+    found = {key: list(_rows(path, key, columns)) for key, path in paths.items()}
+    for (key, rows), least in zip(found.items(), (2, 1), strict=True):
+        if len(names := {row.label for row in rows}) < least:
+            raise RecipeError(
+                f"{key}: {paths[key]}: expected rows of {least} labels or more; got "
+                f"{clipped(names)}; give more"
+            )
+    names = {row.label for row in found["data.train"]}
+    # "01" and "1" would be two labels of one number.
+    whole = all(re.fullmatch("0|-?[1-9][0-9]*", name) for name in names)
+    labels = known if names == {*known} else sorted(names, key=int if whole else str)
+    unknown = next((row for row in found["data.validation"] if row.label not in names), None)
+    if unknown is not None:
+        raise RecipeError(
+            f"data.validation: {data.validation}:{unknown.line}: expected a label of data.train, "
+            f"{clipped(labels)}; got {clipped(unknown.label)}; correct the row"
+        )
+    return Dataset(found["data.train"], found["data.validation"], tuple(labels))
+
+
+def _rows(path: str, key: str, columns: ClassificationConfig) -> Iterator[Row]:
+    kind, where = Path(path).suffix.lower(), f"{key}: {path}"
+    if kind not in (".tsv", ".csv", ".jsonl"):
+        raise RecipeError(
+            f"{key}: expected a file that ends in .tsv, .csv or .jsonl; got {path}; rename it"
+        )
+    raw = read_text(Path(path), key)
+    found: Any = json_lines(raw.split("\n"), f"{where}:")
+    if kind != ".jsonl":
+        found = _table(raw, where, kind, columns.header)
+    wanted = columns.model_dump(include={"text", "pair", "label"})
+    wanted = {name: column for name, column in wanted.items() if column is not None}
+    for line, fields in found:
+        row: dict[str, Any] = {"pair": None}
+        for name, column in wanted.items():
+            value = fields.get(column) if isinstance(fields, dict) else None
+            if name == "label":
+                number = isinstance(value, int) and not isinstance(value, bool)
+                value = str(value) if number else value
+                value = value.strip() or None if isinstance(value, str) else None
+            if not isinstance(value, str):
+                raise RecipeError(
+                    f"{where}:{line}: expected a {name} in the column {column!r}; got "
+                    f"{clipped(fields)}; correct the row or the section classification (positions "
+                    "where no column is named: 'classification={header: false, text: 0, label: 1}')"
+                )
+            row[name] = value
+        yield Row(**row, line=line)
+
+
+def _table(text: str, where: str, kind: str, header: bool) -> Iterator[tuple[int, dict[Any, Any]]]:
+    """Yield the last line of each row, and its fields by name or, without a header, position."""
+    tabs: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kind == ".tsv" else {}
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, **tabs)
+    try:
+        rows = [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise RecipeError(
+            f"{where}:{reader.line_num}: not a row of {kind}: {error}; correct the row"
+        ) from error
+    first = rows[0][1] if rows else []
+    names: Any = [name.strip() for name in first] if header else range(len(first))
+    for line, row in rows[header:]:
+        if len(row) != len(names):
+            raise RecipeError(
+                f"{where}:{line}: expected {len(names)} fields, as the first line has; got "
+                f"{len(row)}; correct the row"
+            )
+        yield line, dict(zip(names, row, strict=True))
+
+
+def make_classification_records(
+    dataset: Dataset, rows: Sequence[Row], tokenizer: Tokenizer, length: int, mark: bool = False
+) -> Records:
+    """Tokenize rows; if texts are too long, the longer one of a pair is truncated first."""
+    pairs = rows[0].pair is not None
+    tokenizer = _padding_copy(tokenizer, length, 1 + pairs, pairs=pairs)
+    tokenizer.enable_truncation(length, strategy="longest_first")
+    texts: list[Any] = [(row.text, row.pair) if pairs else row.text for row in rows]
+    chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
+    tokens = [_tokens(one, mark) for chunk in chunks for one in tokenizer.encode_batch(chunk)]
+    return _stack(tokens, label=dataset.ids(rows))
