@@ -133,8 +133,8 @@ class OffsetNorm(nnx.Module):
 class Parts:
     """Factory of layers in one dtype.
 
-    Matmuls are in the formats of `precision`; set `product` to `jax.lax.dot_general` before a readout
-    is made. `norm` is "rms", "layer", or "offset" for `OffsetNorm`.
+    Matmuls are in the formats of `precision`; set `product` to `jax.lax.dot_general` before a
+    readout is made. `norm` is "rms", "layer", or "offset" for `OffsetNorm`.
     """
 
     def __init__(
