@@ -18,6 +18,7 @@ import numpy as np
 from scipy.special import softmax
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
+from ..errors import write_json
 from .data import Question, Row, SquadFeatures, Window
 
 LONGEST = 30  # tokens of the longest answer
