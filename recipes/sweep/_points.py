@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ..config import RunConfig, describe_problems, unknown_key, valid_keys
+from ..config import RunConfig, describe_problems, entry_of, unknown_key, valid_keys
 from ..errors import RecipeError
 from ..run.folder import ROWS, flatten
 
@@ -83,7 +83,7 @@ def make_points(config: RunConfig) -> list[Point]:
 
 
 def _check_key(where: str, key: str, config: RunConfig, taken: tuple[str, ...]) -> None:
-    if key not in dict(valid_keys(type(config))):
+    if entry_of(key, type(config))[0] not in dict(valid_keys(type(config))):
         raise RecipeError(f"{where}: {unknown_key(key, type(config))}")
     if any(key == own or key.startswith(f"{own}.") for own in taken):
         raise RecipeError(

@@ -26,7 +26,7 @@ MakeConfig = Callable[..., GPTConfig]
 UNITSCALE = ("model.library=unitscale", "optimizer.umup=true")
 # Matrices of 4,096 numbers and more, which can be cut.
 WIDE = ("model.width=64", "data.batch_size=8", "model.dropout=0.0")
-NARROW = (*UNITSCALE, "optimizer={weights: float16, moments: [float8_e4m3fn, float16]}")
+NARROW = (*UNITSCALE, "precision={weights: float16, moments: [float8_e4m3fn, float16]}")
 
 
 def product_flops(config: GPTConfig | BertConfig) -> float:

@@ -180,7 +180,7 @@ def test_rows_and_shapes_are_valid() -> None:
     for shape in step.SHAPES:
         configs = {row: step.config_of(shape, row) for row in (step.ROWS | step.MORE)}
         assert len({(c.model.width, c.data.step_size) for c in configs.values()}) == 1
-        scaled = [row for row, config in configs.items() if config.optimizer.scaled]
+        scaled = [row for row, config in configs.items() if config.precision.scaled_state]
         assert scaled == ["fp8-scaled", "fp8-readout-scaled"]
 
 

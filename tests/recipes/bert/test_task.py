@@ -147,7 +147,7 @@ test_what_cannot_be_is_refused = refuses_configs(
         ("model.vocab=100", "model.vocab must be at least the 120 ids of the wordpiece"),
         ("model.context=8", "model.context must be at least data.sequence_length; got 8 and 16"),
         ("model.mlp_ratio=0.01", "mlp_ratio"),
-        ("precision=scalify_float16", "scalify is for plain models"),
+        ("precision=scalify_float16", "are for plain models"),
         ("data.pairs=next_sentences", "did you mean next_sentence"),
         # What only unitscale has.
         (

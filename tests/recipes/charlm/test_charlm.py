@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from recipes.run.batch import loss_inputs
-from recipes.run.metrics import read_metrics
 
+from recipes.batches import loss_inputs
 from recipes.charlm.task import branch_taus, build
 from recipes.cli import main
 from recipes.registry import load_config
+from recipes.run.report import read_metrics
 from recipes.run.state import init_state
 from recipes.sweep import make_points
 from tests.gradients import jit
@@ -28,8 +28,8 @@ WRONG = [
     ("model.cell=rhn", r"model: cell rhn needs library unitscale: .*; use gru or lstm"),
     ("model.heads=3", r"model: heads must divide width; got 3 and 8"),
     ("data.tokenizer={kind: bpe}", r"data\.tokenizer .* needs kind byte; got kind bpe; remove"),
-    ("precision=scalify_float16", r"scalify is not for character models, .*; set scalify null"),
-    ("model.precision=fp8", r"model\.precision is no longer a key of the config; set policy"),
+    ("precision=scalify_float16", r"are not for character models, .*; set both null"),
+    ("model.precision=fp8", r"model\.precision is no longer a key of the config; set precision"),
     ("sweep.factor=1.0", r"sweep\.factor .*greater than 1; got 1\.0"),
     ("sweep.rates=2", r"sweep\.rates .*got 2"),
     ("sweep.seeds=[]", r"sweep\.seeds .*at least 1"),
@@ -61,8 +61,8 @@ def test_the_studies_are_the_paper_s_grid(name, points) -> None:
     starts = {}
     for point in found:
         library, settings = point.values["model.library"], point.config.optimizer
-        assert (library, point.values["policy"]) != ("plain", "fp8")
-        assert settings.multipliers.readout == (1.0 if library == "plain" else 4.0)
+        assert (library, point.values["precision.policy"]) != ("plain", "fp8")
+        assert settings.multipliers["readout"] == (1.0 if library == "plain" else 4.0)
         starts[library, settings.name] = settings.learning_rate
     assert starts == {
         ("plain", "sgd"): 0.25,
@@ -99,7 +99,7 @@ def test_every_model_has_a_float32_loss_and_float32_parameters(
     norm = {"conv": "pre", "gru": "post"}.get(kind, "none")
     shape = {"library": library, **mixing, "norm": norm, "residual": "running_mean"}
     umup = {"umup": library == "unitscale"}
-    config = make(tmp_path, policy=policy, model=shape, optimizer=umup)
+    config = make(tmp_path, precision=policy, model=shape, optimizer=umup)
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: build(config)), nnx.Param, ...)
 
     def loss(params, rest, text):

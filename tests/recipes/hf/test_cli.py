@@ -93,7 +93,7 @@ WRONG = [
     ("model.width=32", "model.width: expected 16, that of init"),
     ("data.sequence_length=33", "context must be at least data.sequence_length; got 32"),
     ("lora={targets: [querry]}", "expected 'query', 'key', 'value', 'out', 'gate', 'up'"),
-    ("lora={base: float8_e4m3fn}", "scalify chooses the formats of all weights; got"),
+    ("precision.frozen=float8_e4m3fn", "precision.frozen needs lora"),
     ("lora={}", "lora.targets: expected all of query, key, value or none, as"),
 ]
 

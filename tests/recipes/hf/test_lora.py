@@ -36,7 +36,7 @@ TOLERANCE = 1e-5
 def adapted(name: str, dtype: Any = jnp.float32, base: str | None = None) -> Any:
     """A model of a folder as the recipe loads it, with an update of its attention."""
     model: Any = load(FIXTURES / name, dtype=dtype, on_host=True).model
-    adapt(model, LoraConfig.model_validate({"rank": 2, "targets": ATTENTION, "base": base}))
+    adapt(model, LoraConfig.model_validate({"rank": 2, "targets": ATTENTION}), frozen=base)
     return model
 
 

@@ -59,9 +59,9 @@ def convolution(x: np.ndarray, kernel: np.ndarray) -> np.ndarray:
     return result
 
 
-def make(kind: str, image: tuple[int, int], scalify: PrecisionConfig | None = None) -> Plain:
+def make(kind: str, image: tuple[int, int], precision: PrecisionConfig | None = None) -> Plain:
     shape = ImageModelConfig.model_validate({"kind": kind, "hidden": 8, "channels": 3})
-    model = Plain(shape, image, 4, scalify=scalify, rngs=nnx.Rngs(0))
+    model = Plain(shape, image, 4, precision=precision, rngs=nnx.Rngs(0))
     for path, value in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if path[-1] == "bias":  # zeros would hide a bias that is not added
             value[...] = jnp.linspace(-1, 1, value.size).reshape(value.shape)
@@ -89,8 +89,8 @@ def test_logits_are_those_of_numpy(kind: str, image: tuple[int, int]) -> None:
 def test_fp8_is_the_plain_model_until_it_is_scaled(kind: str) -> None:
     images, labels = jnp.asarray(draw(3, 6, 5)), jnp.arange(3)
 
-    def outputs(scalify: PrecisionConfig | None) -> Any:
-        graphdef, params = nnx.split(make(kind, (6, 5), scalify))
+    def outputs(precision: PrecisionConfig | None) -> Any:
+        graphdef, params = nnx.split(make(kind, (6, 5), precision))
         loss = jax.value_and_grad(lambda p: nnx.merge(graphdef, p).loss(images, labels))
         return jax.jit(loss)(params)
 

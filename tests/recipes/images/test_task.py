@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recipes.run.metrics import read_metrics
 
 from recipes.cli import main
 from recipes.errors import RecipeError
@@ -17,6 +16,7 @@ from recipes.images import task
 from recipes.images.config import ImagesConfig
 from recipes.registry import load_config, load_kind
 from recipes.run.precision import fed
+from recipes.run.report import read_metrics
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
 from tests.products import products
@@ -191,7 +191,10 @@ def config_file(tmp_path: Path) -> Path:
 VIT = "model.kind=vit"
 # overrides, and what the message has to say
 WRONG = [
-    (["format=fp8"], r"format is no longer a key of the config; set scalify \(null for plain"),
+    (
+        ["format=fp8"],
+        r"format is no longer a key of the config; set precision\.scalify and",
+    ),
     (["train.epochs=5"], r"train\.epochs is no longer a key of the config; set train\.steps"),
     (["optimizer.momentum=0.5"], r"optimizer\.momentum is no longer .*; set optimizer\.b1"),
     (
@@ -201,7 +204,7 @@ WRONG = [
     (["optimizer.umup=true"], r"optimizer\.umup is for unitscale models; got model\.kind mlp"),
     (
         [VIT, "precision=scalify_float16"],
-        r"scalify is for plain models; got model\.kind vit, a unitscale model",
+        r"are for plain models; got model\.kind vit, a unitscale model",
     ),
     ([VIT, "model.heads=3"], r"model: heads must divide width; got 3 and 8"),
     (["model={kind: rnn}"], r"model\.kind \(dense layers .*'mlp', 'cnn' or 'vit'; got 'rnn'"),

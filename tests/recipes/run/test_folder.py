@@ -107,15 +107,15 @@ def test_only_model_and_formats_matter_to_an_existing_run(make_config: MakeConfi
     folder = open_run(make_config())
     assert existing_run(make_config("data.batch_size=2", "train.steps=5")) == folder
     for word, changed in {
-        "precision.policy=float16": "precision.policy: float32 -> float16",
+        "precision.policy=float16": r"precision\.policy: float32 -> float16",
         "model.width=8": r"model\.width: 16 -> 8",
-        "precision=scalify_float16": r"scalify\.storage: None -> float16",
-        "precision.layers={'*.out': bfloat16}": r"policies\.\*\.out: None -> bfloat16",
+        "precision=scalify_float16": r"precision\.scalify: None -> float16",
+        "precision.layers={'*.out': bfloat16}": r"precision\.layers\.\*\.out: None -> bfloat16",
     }.items():
         with pytest.raises(RecipeError, match=f"  {changed}\n"):
             existing_run(make_config(word))
     open_run(make_config("precision=scalify_float16", "name=other"))
-    with pytest.raises(RecipeError, match=r"  scalify\.storage: float16 -> None\n"):
+    with pytest.raises(RecipeError, match=r"  precision\.scalify: float16 -> None\n"):
         existing_run(make_config("name=other"))
 
 

@@ -58,9 +58,13 @@ GRADS = jax.tree.map(lambda p: jnp.full_like(p, 3.0), PARAMS)
     [
         {"name": "sgd", "b1": 0.0, "umup": False},
         {"name": "adamw", "clip_norm": 1.0, "weight_decay": 0.1},
-        {"weights": "float16", "moments": ["float8_e4m3fn", "float8_e4m3fn"]},
-        {"name": "lion", "weights": "float16", "moments": ["float8_e4m3fn", "float8_e4m3fn"]},
-        {"name": "muon", "clip_norm": 1.0, "weights": "float16", "moments": ["float16", "float16"]},
+        {"precision": {"weights": "float16", "moments": ["float8_e4m3fn"] * 2}},
+        {"name": "lion", "precision": {"weights": "float16", "moments": ["float8_e4m3fn"] * 2}},
+        {
+            "name": "muon",
+            "clip_norm": 1.0,
+            "precision": {"weights": "float16", "moments": ["float16"] * 2},
+        },
     ],
     ids=str,
 )

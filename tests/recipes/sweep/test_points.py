@@ -39,10 +39,14 @@ def test_every_combination_but_those_left_out() -> None:
     for point in points:
         run = point.config
         assert isinstance(run, CharlmConfig)
-        assert list(point.values.values()) == [run.model.kind, run.model.library, run.policy]
+        assert list(point.values.values()) == [
+            run.model.kind,
+            run.model.library,
+            run.precision.policy,
+        ]
         plain = run.model.library == "plain"
         assert run.optimizer.umup == (not plain)
-        assert run.optimizer.multipliers.bias == (0.03 if plain else 0.5)
+        assert run.optimizer.multipliers["bias"] == (0.03 if plain else 0.5)
     assert make_points(config({}))[0].values == {}
     # What a sweep leaves in its folder has every key, and is the same sweep.
     again = make_points(CharlmConfig.model_validate(settings.model_dump()))
@@ -103,7 +107,7 @@ def test_errors(grid, when, message) -> None:
 
 def test_runs_that_a_sweep_does_not_do() -> None:
     with pytest.raises(RecipeError, match=r"got mesh or monitor; set both null"):
-        make_points(config({}, policy="fp8", monitor={}))
+        make_points(config({}, precision={"policy": "fp8", "monitor": 0.1}))
 
 
 ROWS = [
@@ -143,7 +147,7 @@ def test_the_best_rate_counts_and_the_mean_over_seeds(tmp_path) -> None:
     sweep = settings.sweep.model_copy(update={"seeds": [0, 1]})
     points = make_points(settings.model_copy(update={"sweep": sweep}))
     for point in points:
-        library, policy = point.values["model.library"], point.values["policy"]
+        library, policy = point.values["model.library"], point.values["precision.policy"]
         loss = {"float32": 2.0, "float16": 2.5, "fp8": 2.25}[policy]
         if (point.values["model.kind"], library, policy) == ("rnn", "plain", "float16"):
             loss = float("inf")
