@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.batching import compute, entry
 from unitscale.core import ScaledArray, to_float
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -83,7 +84,7 @@ def pulled(f: Callable[..., Any], *args: Any, cotangent: Any = 1.0) -> tuple[Any
     return jax.jit(program)(cotangent, *args)
 
 
-def check(
+def _prepare(
     op: Callable[..., Any],
     reference: Reference,
     args: Sequence[np.ndarray],
@@ -95,13 +96,8 @@ def check(
     mapped: bool = False,
     slack: float | Mapping[str, float] = 1,
     step: float = 1e-5,
-) -> None:
-    """Checks value and gradients of an op; if ``mapped``, under vmap, scan and checkpoint too.
-
-    The value must be `fwd * reference(values)`; gradient i, in data space, `bwd[i]` times the
-    derivative of `reference(values) / scale of the output`. ``args`` are rounded to the dtype
-    first; ``slack`` multiplies the tolerance; ``step`` is that of the finite differences.
-    """
+) -> tuple[Callable[..., Any], Sequence[jax.Array], Callable[[Any], None]]:
+    """The program of a check, its arguments, and the comparison of its results."""
     scales = (None,) * len(args) if scales is None else scales
     slack = slack[dtype] if isinstance(slack, Mapping) else slack
     # Two examples, for vmap and scan.
@@ -132,23 +128,45 @@ def check(
 
     expected = [true(*(p[i] for p in pairs)) for i in ((0, 1) if mapped else (0,))]
     cotangents = rounded(normal("cotangent", (2, *expected[0].shape))[0], dtype)
-    stacked = (jnp.asarray(p, dtype) for p in pairs)
-    results = jax.jit(program)(jnp.asarray(cotangents, jnp.float32), *stacked)
-    for i, wanted in enumerate(expected):
-        true_grads: list[np.ndarray] = []
-        for name, result in results.items():
-            y, scale, grads = jax.tree.map(lambda x, i=i: np.asarray(x[i], np.float64), result)
-            what = f"under {name}, example {i}"
-            assert_close(y * scale, fwd * wanted, dtype, f"value {what}", slack)
-            divisor = np.where(scale > 0, scale, 1)
-            true_grads = true_grads or gradients(
-                lambda *data, divisor=divisor: true(*data) / divisor,
-                [p[i] for p in pairs],
-                cotangents[i],
-                [step / np.where(v > 0, v, 1) for v in factors],
-            )
-            for j, (grad, derivative) in enumerate(zip(grads, true_grads, strict=True)):
-                assert_close(grad, bwd[j] * derivative, dtype, f"gradient {j} {what}", slack)
+
+    def compare(results: Any) -> None:
+        for i, wanted in enumerate(expected):
+            true_grads: list[np.ndarray] = []
+            for name, result in results.items():
+                y, scale, grads = jax.tree.map(lambda x, i=i: np.asarray(x[i], np.float64), result)
+                what = f"under {name}, example {i}"
+                assert_close(y * scale, fwd * wanted, dtype, f"value {what}", slack)
+                divisor = np.where(scale > 0, scale, 1)
+                true_grads = true_grads or gradients(
+                    lambda *data, divisor=divisor: true(*data) / divisor,
+                    [p[i] for p in pairs],
+                    cotangents[i],
+                    [step / np.where(v > 0, v, 1) for v in factors],
+                )
+                for j, (grad, derivative) in enumerate(zip(grads, true_grads, strict=True)):
+                    assert_close(grad, bwd[j] * derivative, dtype, f"gradient {j} {what}", slack)
+
+    stacked = [jnp.asarray(p, dtype) for p in pairs]
+    return program, [jnp.asarray(cotangents, jnp.float32), *stacked], compare
+
+
+def check_all(cases: Mapping[str, "Case"]) -> None:
+    """Checks cases in one compiled program."""
+    prepared = {name: _prepare(*case.args, **case.keywords) for name, case in cases.items()}
+    results = compute({name: (program, *args) for name, (program, args, _) in prepared.items()})
+    for name, (*_, compare) in prepared.items():
+        with entry(name):
+            compare(results[name])
+
+
+def check(*args: Any, **options: Any) -> None:
+    """Checks value and gradients of an op; if ``mapped``, under vmap, scan and checkpoint too.
+
+    The value must be `fwd * reference(values)`; gradient i, in data space, `bwd[i]` times the
+    derivative of `reference(values) / scale of the output`. ``args`` are rounded to the dtype
+    first; ``slack`` multiplies the tolerance; ``step`` is that of the finite differences.
+    """
+    check_all({"the op": functools.partial(check, *args, **options)})
 
 
 # `case(op, reference, args, fwd=..., bwd=...)` is a check that is made when it is called. Central
@@ -162,10 +180,16 @@ def in_every_dtype(cases: Mapping[str, Case]) -> Any:
     """The test that cases hold in every dtype; in float32, also mapped."""
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("name", cases)
-    def test(name: str, dtype: str) -> None:
-        mapped = cases[name].keywords.get("mapped", True) and dtype == "float32"
-        cases[name](dtype=dtype, mapped=mapped)
+    def test(dtype: str) -> None:
+        wide = dtype == "float32"
+        check_all(
+            {
+                name: functools.partial(
+                    case, dtype=dtype, mapped=case.keywords.get("mapped", True) and wide
+                )
+                for name, case in cases.items()
+            }
+        )
 
     return test
 
@@ -173,11 +197,16 @@ def in_every_dtype(cases: Mapping[str, Case]) -> Any:
 def under_scales(scales: Sequence[Sequence[Any]], cases: Mapping[str, Case], **options: Any) -> Any:
     """The test that cases hold whatever the scales of their operands are."""
 
-    @pytest.mark.parametrize("index", range(len(scales)))
-    @pytest.mark.parametrize("name", cases)
-    def test(name: str, index: int) -> None:
-        count = len(cases[name].args[2])
-        cases[name](scales=scales[index][:count], **options)
+    def test() -> None:
+        check_all(
+            {
+                f"{name}, scales {i}": functools.partial(
+                    case, scales=given[: len(case.args[2])], **options
+                )
+                for name, case in cases.items()
+                for i, given in enumerate(scales)
+            }
+        )
 
     return test
 

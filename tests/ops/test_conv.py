@@ -1,12 +1,13 @@
 """Convolution and pooling, channels last."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
+from tests.batching import compute, entry
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
 from unitscale.quant import MatmulConfig
@@ -15,6 +16,7 @@ from .conformance import (
     assert_scales_are_constants,
     assert_unit,
     case,
+    check_all,
     in_every_dtype,
     linear,
     normal,
@@ -107,24 +109,34 @@ def arguments(name: str):
     return *both, *(n**-0.5 for n in terms)
 
 
-@pytest.mark.parametrize("name", CONVS)
-def test_conv(name: str) -> None:
-    op, reference, fwd, dx, weight = arguments(name)
-    args = normal(name, *CONVS[name][:2])
-    op = functools.partial(op, constraint=None)
-    linear(op, reference, args, fwd=fwd, bwd=(dx, weight))()
+def test_conv() -> None:
+    cases = {}
+    for name in CONVS:
+        op, reference, fwd, dx, weight = arguments(name)
+        args = normal(name, *CONVS[name][:2])
+        free = functools.partial(op, constraint=None)
+        cases[name] = linear(free, reference, args, fwd=fwd, bwd=(dx, weight))
+        if name == "1d causal dilated":
+            for how, shared in (("to_grad_input_scale", dx), ("gmean", (fwd * dx) ** 0.5)):
+                given = functools.partial(op, constraint=how)
+                cases[how] = linear(given, reference, args, fwd=shared, bwd=(shared, weight))
+    check_all(cases)
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 5])
-@pytest.mark.parametrize("strides", [1, 2, 3])
-def test_a_transposed_convolution_is_that_of_jax(window: int, strides: int) -> None:
-    x, kernel = (np.float32(a) for a in normal("transposed", (1, 4, 2), (window, 2, 3)))
-    fwd = rules.conv(kernel.shape, 1, 1, input_dilation=strides).fwd
-    for padding in ("SAME", "VALID"):
-        found = ops.conv_transpose(x, kernel, strides=strides, padding=padding).data
+def test_a_transposed_convolution_is_that_of_jax() -> None:
+    def both(strides, padding, x, kernel):
         dims = ("NHC", "HIO", "NHC")
         expected = jax.lax.conv_transpose(x, kernel, (strides,), padding, dimension_numbers=dims)
-        np.testing.assert_allclose(found, fwd * expected, rtol=1e-5, atol=1e-6)
+        return ops.conv_transpose(x, kernel, strides=strides, padding=padding).data, expected
+
+    table = {}
+    for window, strides, padding in itertools.product((1, 2, 3, 5), (1, 2, 3), ("SAME", "VALID")):
+        args = (np.float32(a) for a in normal("transposed", (1, 4, 2), (window, 2, 3)))
+        table[window, strides, padding] = functools.partial(both, strides, padding), *args
+    for (window, strides, padding), (found, expected) in compute(table).items():
+        fwd = rules.conv((window, 2, 3), 1, 1, input_dilation=strides).fwd
+        with entry((window, strides, padding)):
+            np.testing.assert_allclose(found, fwd * np.asarray(expected), rtol=1e-5, atol=1e-6)
 
 
 POOLS = {"avg": (ops.avg_pool, rules.avg_pool), "max": (ops.max_pool, rules.max_pool)}
@@ -173,15 +185,14 @@ POOLED = [
 ]
 
 
-@pytest.mark.parametrize("f", POOLS)
-@pytest.mark.parametrize("arguments", POOLED, ids=str)
-def test_pool(arguments, f: str) -> None:
-    pools(f, *arguments, constraint=None)()
+def test_pool() -> None:
+    cases = {(f, i): pools(f, *p, constraint=None) for f in POOLS for i, p in enumerate(POOLED)}
+    for padding in ("SAME", ((1, 1), (0, 2))):
+        cases[padding] = pools("avg", (2, 3, 5, 2), (2, 3), (1, 2), padding, False)
+    check_all(cases)
 
 
 def test_mean_without_padding() -> None:
-    for padding in ("SAME", ((1, 1), (0, 2))):
-        pools("avg", (2, 3, 5, 2), (2, 3), (1, 2), padding, False)()
     y = ops.avg_pool(jnp.ones((2, 1)), (2,), padding=((2, 0),), count_include_pad=False)
     np.testing.assert_allclose(y.data.ravel(), np.array([0, 1, 1]) * 2**0.5, rtol=1e-6)
 
@@ -214,14 +225,6 @@ POOL_SCALES = {f: pools(f, (2, 3, 4, 3), (2, 2)) for f in POOLS}
 test_scales_of_pools = under_scales([(s,) for s in SCALED], POOL_SCALES)
 
 
-def test_constraint() -> None:
-    op, reference, fwd, dx, weight = arguments("1d causal dilated")
-    for constraint, shared in (("to_grad_input_scale", dx), ("gmean", (fwd * dx) ** 0.5)):
-        args = normal("constraint", *CONVS["1d causal dilated"][:2])
-        given = functools.partial(op, constraint=constraint)
-        linear(given, reference, args, fwd=shared, bwd=(shared, weight))()
-
-
 def test_scale_and_dtype() -> None:
     x, w = jnp.ones((2, 5, 3), jnp.float16), jnp.ones((3, 3, 4), jnp.float32)
     y = ops.conv(ScaledArray(x, 4.0), ScaledArray(w, 0.5), ScaledArray(jnp.ones(4), 8.0))
@@ -246,6 +249,8 @@ def test_integers_as_padding_and_steps() -> None:
         for padding in (1, (1, 1), (1, (1, 1))):
             np.testing.assert_array_equal(f(padding=padding).data, f(padding=pairs).data)
     np.testing.assert_array_equal(conv_of().value, conv_of(strides=1).value)
+    transposed = functools.partial(ops.conv_transpose, x, kernel)
+    np.testing.assert_array_equal(transposed().value, transposed(strides=1).value)
     np.testing.assert_array_equal(pool_of().value, pool_of(strides=(1, 1)).value)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.batching import compute
 from unitscale import ops
 from unitscale.core import ScaledArray
 from unitscale.quant import Block, Dynamic, MatmulConfig, Unit
@@ -15,6 +16,7 @@ from .conformance import (
     SCALES,
     assert_scales_are_constants,
     assert_unit,
+    check_all,
     in_every_dtype,
     linear,
     normal,
@@ -200,14 +202,33 @@ def test_values_of_scales_that_vary(op, reference, shapes, scales) -> None:
     )
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_constraint(name: str) -> None:
-    op, output, dx, weight = LAYERS[name]
-    for constraint in ("to_output_scale", "to_grad_input_scale", "gmean", "hmean", "amean", None):
-        factors = (output, dx) if constraint is None else (mean(constraint, output, dx),) * 2
-        given = functools.partial(op, constraint=constraint)
+BATCHES = [((2,), (2,)), ((2,), ()), ((), (2,)), ((1, 3), (2, 1)), ((2, 1), (1,)), ((1,), (1,))]
+
+
+def test_constraints_and_broadcasts() -> None:
+    cases = {}
+    for name, (op, output, dx, weight) in LAYERS.items():
         args = normal(name, (*BATCH, IN), (IN, OUT))
-        linear(given, affine, args, fwd=factors[0], bwd=(factors[1], weight))()
+        for how in ("to_output_scale", "to_grad_input_scale", "gmean", "hmean", "amean", None):
+            factors = (output, dx) if how is None else (mean(how, output, dx),) * 2
+            given = functools.partial(op, constraint=how)
+            bwd = factors[1], weight
+            cases[name, how] = linear(given, affine, args, fwd=factors[0], bwd=bwd)
+    m, k, n = 2, 4, 3
+    for left, right in BATCHES:
+        size = np.prod(np.broadcast_shapes(left, right))
+        factors = k**-0.5, (n * size / np.prod(left)) ** -0.5, (m * size / np.prod(right)) ** -0.5
+        args = normal("matmul", (*left, m, k), (*right, k, n))
+        for how in ("to_left_grad_scale", None):
+            shared = factors if how is None else (mean(how, *factors),) * 3
+            op = functools.partial(ops.matmul, constraint=how)
+            cases[left, right, how] = linear(op, np.matmul, args, fwd=shared[0], bwd=shared[1:])
+    args = normal("matmul", (m, k), (k, n))
+    for how in ("to_right_grad_scale", "gmean", "hmean", "amean"):
+        fwd = mean(how, k**-0.5, n**-0.5, m**-0.5)
+        op = functools.partial(ops.matmul, constraint=how)
+        cases["matmul", how] = linear(op, np.matmul, args, fwd=fwd, bwd=(fwd, fwd))
+    check_all(cases)
 
 
 def test_scale_of_the_output() -> None:
@@ -231,28 +252,8 @@ def test_scale_of_the_output() -> None:
     np.testing.assert_array_equal(y.value, (2**15 + 2**16) * 0.5)
 
 
-BATCHES = [((2,), (2,)), ((2,), ()), ((), (2,)), ((1, 3), (2, 1)), ((2, 1), (1,)), ((1,), (1,))]
-
-
-@pytest.mark.parametrize("batches", BATCHES, ids=str)
-def test_matmul_counts_broadcasts(batches) -> None:
-    m, k, n = 2, 4, 3
-    left, right = batches
-    size = np.prod(np.broadcast_shapes(left, right))
-    factors = k**-0.5, (n * size / np.prod(left)) ** -0.5, (m * size / np.prod(right)) ** -0.5
-    args = normal("matmul", (*left, m, k), (*right, k, n))
-    for constraint in ("to_left_grad_scale", None):
-        shared = factors if constraint is None else (mean(constraint, *factors),) * 3
-        op = functools.partial(ops.matmul, constraint=constraint)
-        linear(op, np.matmul, args, fwd=shared[0], bwd=shared[1:])()
-
-
-def test_matmul_constraints_and_scales_along_the_contraction() -> None:
+def test_scales_along_the_contraction_of_matmul() -> None:
     args = normal("matmul", (2, 4), (4, 3))
-    for constraint in ("to_right_grad_scale", "gmean", "hmean", "amean"):
-        fwd = mean(constraint, 4**-0.5, 3**-0.5, 2**-0.5)
-        op = functools.partial(ops.matmul, constraint=constraint)
-        linear(op, np.matmul, args, fwd=fwd, bwd=(fwd, fwd))()
     along = np.array([1.0, 4.0, 0.5, 2.0], np.float32)
     for scales in ((along, None), (None, along[:, None])):
         found = ops.matmul(*scaled(args, scales)).value
@@ -372,27 +373,49 @@ def test_quantized_dense_against_a_manual_product() -> None:
     np.testing.assert_allclose(db, weight * dy.sum((0, 1)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-@pytest.mark.parametrize("scales", [(None, 8.0), (4.0, 0.25), (2.0**-60, 2.0**100)], ids=str)
+STRATEGIES = {"unit": Unit(), "dynamic": Dynamic(), "block": Block()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [
+        ("bfloat16", (None, 8.0)),
+        ("float32", (4.0, 0.25)),
+        ("float16", (4.0, 0.25)),
+        ("bfloat16", (2.0**-60, 2.0**100)),
+        ("float16", (2.0**-60, 2.0**100)),
+    ],
+    ids=str,
+)
 def test_a_kernels_scale_in_a_quantized_product(dtype: str, scales) -> None:
     """A factor of all three products, but for float16."""
     x, w, dy = (jnp.asarray(a) for a in normal("fp8", (2, 16, 32), (32, 32), (2, 16, 32)))
     x, dy = x.astype(dtype), dy.astype(dtype)
     x_scale, w_scale = (None if s is None else jnp.float32(s) for s in scales)
     inside = dtype != "float16"
-    for strategy in (Unit(), Dynamic(), Block()):
-        op = functools.partial(ops.dense, config=MatmulConfig(strategy=strategy))
 
-        def data(scale, op=op):
-            f = lambda x, w: op(ScaledArray(x, x_scale), ScaledArray(w, scale)).data  # noqa: E731
-            y, vjp = jax.vjp(f, x, w)
-            return y, *vjp(dy)
+    def run(strategy, x, w, dy, x_scale, scale):
+        def data(x, w):
+            config = MatmulConfig(strategy=strategy)
+            y = ops.dense(ScaledArray(x, x_scale), ScaledArray(w, scale), config=config)
+            return y.data, y.scale
 
-        scale = op(ScaledArray(x, x_scale), ScaledArray(w, w_scale)).scale
+        y, vjp, scale = jax.vjp(data, x, w, has_aux=True)
+        return scale, (y, *vjp(dy))
+
+    found = compute(
+        {
+            (name, scale is None): (functools.partial(run, how), x, w, dy, x_scale, scale)
+            for name, how in STRATEGIES.items()
+            for scale in (w_scale, None)
+        }
+    )
+    for name in STRATEGIES:
+        scale, results = found[name, False]
         expected = x_scale if inside else w_scale * (1 if x_scale is None else x_scale)
         np.testing.assert_array_equal(1.0 if scale is None else scale, expected or 1.0)
         factor = np.float64(w_scale if inside else 1)
-        for one, other in zip(data(w_scale), data(None), strict=True):
+        for one, other in zip(results, found[name, True][1], strict=True):
             assert one.dtype == other.dtype
             np.testing.assert_allclose(np.float64(one), np.float64(other) * factor, rtol=2**-7)
 
@@ -415,27 +438,30 @@ def test_quantized_matmul_and_readout() -> None:
     assert vjp(y)[0].dtype == jnp.float8_e4m3fn
 
 
+PRODUCTS = {
+    "dense": (lambda x, w: ops.dense(x, w, jnp.zeros(2)), (3, 4), (4, 2)),
+    "matmul": (ops.matmul, (2, 3, 4), (4, 5)),
+    "conv": (ops.conv, (1, 5, 4), (3, 4, 2)),
+}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scales_of_products_stay_in_range(dtype: str) -> None:
     """2^100 * 2^100 and 2^-100 * 2^-100 are out of float32's range; the values are not."""
-    products = {
-        "dense": (lambda x, w: ops.dense(x, w, jnp.zeros(2)), (3, 4), (4, 2)),
-        "matmul": (ops.matmul, (2, 3, 4), (4, 5)),
-        "conv": (ops.conv, (1, 5, 4), (3, 4, 2)),
-    }
-    for name, (op, *shapes) in products.items():
+    table = {}
+    for name, (op, *shapes) in PRODUCTS.items():
         x, w = (jnp.asarray(a, dtype) for a in normal(name, *shapes))
         x = x.at[0].set(0)  # and zeros stay zeros
-        plain = np.asarray(op(x, w).value, np.float64)
+        table[name, 0, 0] = op, ScaledArray(x), ScaledArray(w)
         for powers in ((100, 100), (-100, -100), (100, -100)):
-            total = sum(powers)
-            shift = float(-50 * np.sign(total))
-            y = op(
-                *(
-                    ScaledArray(a * 2.0 ** float(shift), 2.0**p)
-                    for a, p in zip((x, w), powers, strict=True)
-                )
-            )
+            shift = 2.0 ** float(-50 * np.sign(sum(powers)))
+            moved = (ScaledArray(a * shift, 2.0**p) for a, p in zip((x, w), powers, strict=True))
+            table[name, *powers] = op, *moved
+    found = compute(table)
+    for (name, *powers), y in found.items():
+        total = sum(powers)
+        if any(powers):
             assert float(y.scale) == 2.0 ** min(max(total, -126), 127)
-            expected = plain * 2.0 ** (total + 2 * shift)
-            np.testing.assert_array_equal(np.asarray(y.value, np.float64), expected)
+        plain = np.asarray(found[name, 0, 0].value, np.float64)
+        expected = plain * 2.0 ** (total - 100 * np.sign(total))
+        np.testing.assert_array_equal(np.asarray(y.value, np.float64), expected)

@@ -14,6 +14,7 @@ from .conformance import (
     assert_scales_are_constants,
     assert_unit,
     case,
+    check_all,
     in_every_dtype,
     linear,
     normal,
@@ -165,14 +166,15 @@ test_scales_of_residuals = under_scales(
 )
 
 
-@pytest.mark.parametrize("name", ["gated_sum", "gru", "lstm", "highway", "simple, residual"])
-def test_scales_are_folded_into_a_state_without_one(name) -> None:
-    op, _, args = TRUE[name].args
-    scales = (0.25, 4.0, 0.5, 2.0)[: len(args)]
-    TRUE[name](scales=scales)
-    operands = scaled(args, scales)
-    assert jax.jit(op)(*operands).scale is None
-    assert_scales_are_constants(op, *operands)
+def test_scales_are_folded_into_a_state_without_one() -> None:
+    scales = (0.25, 4.0, 0.5, 2.0)
+    names = ("gated_sum", "gru", "lstm", "highway", "simple, residual")
+    under_scales([scales], {name: TRUE[name] for name in names})()
+    for name in names:
+        op, _, args = TRUE[name].args
+        operands = scaled(args, scales[: len(args)])
+        assert jax.eval_shape(op, *operands).scale is None
+        assert_scales_are_constants(op, *operands)
 
 
 # The means of the factors 2^-1/2 (output), 1 and 1 (both gradients).
@@ -187,19 +189,25 @@ CONSTRAINTS = {
 }
 
 
-def test_constraint() -> None:
-    for constraint, shared in CONSTRAINTS.items():
-        op = functools.partial(ops.add, constraint=constraint)
-        linear(op, np.add, PAIR, fwd=shared or HALF, bwd=(shared or 1.0,) * 2)()
-
-
-@pytest.mark.parametrize("constraint", ["to_output_scale", None])
-def test_only_without_constraint_broadcasting_changes_a_factor(constraint) -> None:
+def test_constraint_and_broadcasts() -> None:
+    """Only without a constraint broadcasting changes a factor."""
+    cases = {
+        how: linear(
+            functools.partial(ops.add, constraint=how),
+            np.add,
+            PAIR,
+            fwd=shared or HALF,
+            bwd=(shared or 1.0,) * 2,
+        )
+        for how, shared in CONSTRAINTS.items()
+    }
     for shapes in (((2, 3, 4), (4,)), ((1, 3, 1), (2, 1, 4)), ((1,), (3, 4))):
         size = np.prod(np.broadcast_shapes(*shapes))
-        bwd = [HALF if constraint else (np.prod(s) / size) ** 0.5 for s in shapes]
-        op = functools.partial(ops.add, constraint=constraint)
-        linear(op, np.add, normal("add", *shapes), fwd=HALF, bwd=bwd)()
+        for how in ("to_output_scale", None):
+            bwd = [HALF if how else (np.prod(s) / size) ** 0.5 for s in shapes]
+            op = functools.partial(ops.add, constraint=how)
+            cases[how, shapes] = linear(op, np.add, normal("add", *shapes), fwd=HALF, bwd=bwd)
+    check_all(cases)
 
 
 def test_a_broadcast_operand_off_a_cut_edge_has_the_true_gradient() -> None:
@@ -211,23 +219,22 @@ def test_a_broadcast_operand_off_a_cut_edge_has_the_true_gradient() -> None:
     np.testing.assert_allclose(own, HALF * true, rtol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [None, 8.0, np.float32([[1], [2], [4]])])
-def test_a_number_is_added_as_it_is(scale) -> None:
-    for op in (
-        lambda x: ops.add(3, x),
-        lambda x: ops.add(np.float32(3), x),
-        lambda x: ops.add(x, np.int64(3)),
-    ):
-        linear(op, lambda x: x + 3, PAIR[:1], fwd=1.0, bwd=(1.0,), scales=(scale,))()
-    if isinstance(scale, float):
-        assert ops.add(ScaledArray(jnp.ones(2), scale), 3.0).scale == scale
+NUMBERS = {
+    "int": lambda x: ops.add(3, x),
+    "float32": lambda x: ops.add(np.float32(3), x),
+    "int64": lambda x: ops.add(x, np.int64(3)),
+}
+test_a_number_is_added_as_it_is = under_scales(
+    [(None,), (8.0,), (np.float32([[1], [2], [4]]),)],
+    {k: linear(op, lambda x: x + 3, PAIR[:1], fwd=1.0, bwd=(1.0,)) for k, op in NUMBERS.items()},
+)
 
 
 def test_scale_and_dtype_of_the_sum() -> None:
     x = jnp.ones(2)
     assert ops.add(x, x).scale is None
     assert ops.add(ScaledArray(x, 8.0), ScaledArray(x, 8.0)).scale == 8  # sqrt(128) = 11.3, rounded
-    assert ops.add(ScaledArray(x, 8.0), x).scale == 8
+    assert ops.add(ScaledArray(x, 8.0), x).scale == ops.add(ScaledArray(x, 8.0), 3.0).scale == 8
     assert ops.residual(lambda x: x, ScaledArray(x, 8.0), 1.0).scale == 8
     for op in (
         ops.add,
