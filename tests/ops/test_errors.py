@@ -118,6 +118,8 @@ VALUES = {
     "norms": [
         (lambda: ops.layer_norm(x, x), r"gain must be \(features,\)"),
         (lambda: ops.rms_norm(x, eps=-1.0), "eps must not be negative"),
+        (lambda: ops.rms_norm(x[0, 0]), r"rms_norm: x must be \(\.\.\., features\)"),
+        (lambda: ops.layer_norm(x[0, 0]), r"layer_norm: x must be \(\.\.\., features\)"),
         (lambda: ops.batch_norm(x[0]), r"x must be \(\.\.\., features\)"),
         (lambda: ops.batch_norm(x, statistics=(x[0], x[0, :2])), "variance must be .*features"),
         (lambda: ops.group_norm(x, num_groups=3), "num_groups must divide .* got 3 groups"),

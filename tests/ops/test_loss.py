@@ -1,6 +1,7 @@
 """Losses: ordinary values, unit-scaled gradients; with a readout, whatever the chunks."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from .conformance import (
     assert_close,
     assert_scales_are_constants,
     case,
-    check,
+    check_all,
     in_every_dtype,
     normal,
     pulled,
@@ -84,12 +85,14 @@ SCALED = [2.0**12, 2.0**-12, np.float32([[[1], [2], [0.5]]]), np.float32([3] * 5
 test_scales = under_scales([(s,) for s in SCALED], {"cross_entropy": MEAN}, slack=4)
 
 
-@pytest.mark.parametrize("where", [None, WHERE], ids=["all", "where"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_reductions(reduction, where) -> None:
-    how = {"mult": 0.25, "where": where, "reduction": reduction}
-    op, reference = (functools.partial(f, **how) for f in (loss, cross_entropy))
-    check(op, reference, LOGITS, fwd=1.0, bwd=(kept(**how),))
+def test_reductions() -> None:
+    cases = {}
+    for where, reduction in itertools.product((None, WHERE), ("mean", "sum", "none")):
+        how = {"mult": 0.25, "where": where, "reduction": reduction}
+        op, reference = (functools.partial(f, **how) for f in (loss, cross_entropy))
+        name = reduction, where is None
+        cases[name] = case(op, reference, LOGITS, fwd=1.0, bwd=(kept(**how),))
+    check_all(cases)
 
 
 # dtype, tied, where, tokens of a chunk (4 does not divide 6), scales, further options.
@@ -109,20 +112,22 @@ TABLE: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "tied", "where", "chunk", "scales", "options"), TABLE)
-def test_readout_cross_entropy(dtype, tied, where, chunk, scales, options) -> None:
-    how = {"where": where, **options}
-    check(
-        functools.partial(fused, chunk_size=chunk, transposed=tied, **how),
-        functools.partial(through, transposed=tied, **how),
-        normal("readout", (*BATCH, IN), (VOCAB, IN) if tied else (IN, VOCAB)),
-        fwd=1.0,
-        bwd=(kept(**how) * OF_X, kept(**how) * OF_KERNEL),
-        dtype=dtype,
-        scales=scales,
-        mapped=(chunk, dtype, scales) == (4, "float32", None),
-        slack=4,
-    )
+def test_readout_cross_entropy() -> None:
+    cases = {}
+    for index, (dtype, tied, where, chunk, scales, options) in enumerate(TABLE):
+        how = {"where": where, **options}
+        cases[index] = case(
+            functools.partial(fused, chunk_size=chunk, transposed=tied, **how),
+            functools.partial(through, transposed=tied, **how),
+            normal("readout", (*BATCH, IN), (VOCAB, IN) if tied else (IN, VOCAB)),
+            fwd=1.0,
+            bwd=(kept(**how) * OF_X, kept(**how) * OF_KERNEL),
+            dtype=dtype,
+            scales=scales,
+            mapped=index == 1,
+            slack=4,
+        )
+    check_all(cases)
 
 
 CONFIGS = {
@@ -135,15 +140,15 @@ CONFIGS = {
     "delayed": MatmulConfig(cotangent="float8_e5m2", strategy=Delayed()),
     "block": MatmulConfig(strategy=Block(4)),
 }
+# Dtype, tied, tokens of a chunk: all of them with some policies, one with each of the others.
 HOW = ("float32", True, 4), ("bfloat16", False, 3), ("float16", True, None)
 POLICIES = [
-    (config, dtype, tied, chunk)
-    for config in CONFIGS
-    for dtype, tied, chunk in [
-        ("float32", True, 4),
-        ("bfloat16", False, 3),
-        ("float16", True, None),
-    ]
+    *((config, *how) for config in ("plain", "delayed", "unit, e5m2") for how in HOW),
+    ("unit", *HOW[0]),
+    ("dynamic", *HOW[1]),
+    ("channel", *HOW[2]),
+    ("static", *HOW[0]),
+    ("block", *HOW[1]),
 ]
 
 
@@ -200,26 +205,30 @@ def test_the_state_sees_what_it_sees_of_the_two_ops() -> None:
 
 
 @pytest.mark.usefixtures("undithered")
-@pytest.mark.parametrize(("chunk", "reduction"), [(None, "mean"), (4, "mean"), (4, "none")])
-def test_logits_in_a_dtype_of_their_own(chunk: int | None, reduction: Any) -> None:
+def test_logits_in_a_dtype_of_their_own() -> None:
     """The loss is that of plain products; gradients are quantized products of its cotangent."""
     config = MatmulConfig(cotangent="float8_e5m2")
 
-    def mixed(x, kernel):
-        how = {"chunk_size": chunk, "reduction": reduction, "config": config}
-        return fused(x, kernel, logits_dtype="float32", **how).sum()
+    def both(chunk, reduction, x, kernel):
+        def mixed(x, kernel):
+            how = {"chunk_size": chunk, "reduction": reduction, "config": config}
+            return fused(x, kernel, logits_dtype="float32", **how).sum()
 
-    def total(logits):
-        return loss(logits, reduction=reduction).sum()
+        def total(data, plain):
+            return loss(plain.map_data(lambda _: data), reduction=reduction).sum()
 
-    found, gradients = jax.value_and_grad(mixed, (0, 1))(X, KERNEL)
-    plain = ops.readout(X, KERNEL)
-    np.testing.assert_allclose(found, total(plain), rtol=1e-6)
-    assert abs(found - total(ops.readout(X, KERNEL, config=config))) > 1e-3
-    cotangent = jax.grad(lambda data: total(plain.map_data(lambda _: data)))(plain.data)
-    _, vjp = jax.vjp(lambda *args: ops.readout(*args, config=config).data, X, KERNEL)
-    for one, other in zip(gradients, vjp(cotangent), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+        plain = ops.readout(x, kernel)
+        wanted, cotangent = jax.value_and_grad(total)(plain.data, plain)
+        y, vjp = jax.vjp(lambda *args: ops.readout(*args, config=config).data, x, kernel)
+        quantized = total(y, plain)
+        return jax.value_and_grad(mixed, (0, 1))(x, kernel), (wanted, vjp(cotangent)), quantized
+
+    ways = (None, "mean"), (4, "mean"), (4, "none")
+    results = compute({how: (functools.partial(both, *how), X, KERNEL) for how in ways})
+    for found, expected, quantized in results.values():
+        assert abs(found[0] - quantized) > 1e-3
+        for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
 def test_dtypes_and_scales() -> None:
@@ -263,25 +272,30 @@ def test_small_gradients_survive_float16() -> None:
     np.testing.assert_allclose(np.float64(grad[0, 1]), p * vocab / (vocab - 1) ** 0.5, rtol=2**-10)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_no_token_counts_or_is_there(reduction: Any) -> None:
-    how = {"where": jnp.zeros(BATCH, bool), "reduction": reduction}
-    none = jnp.zeros((0, 3), jnp.int32)
-    for f, args in (
-        (functools.partial(loss, **how), LOGITS),
-        (functools.partial(fused, **how), (X, KERNEL)),
-        (functools.partial(fused, chunk_size=4, **how), (X, KERNEL)),
-        (
-            lambda z: ops.softmax_cross_entropy(z, none, reduction=reduction),
-            (jnp.ones((0, 3, VOCAB)),),
-        ),
-        (
-            lambda x, k: ops.readout_cross_entropy(x, k, none, reduction=reduction),
-            (jnp.ones((0, 3, IN)), KERNEL),
-        ),
-    ):
-        for array in jax.tree.leaves(pulled(f, *(np.float32(a) for a in args))):
-            np.testing.assert_array_equal(array, 0)
+def test_no_token_counts_or_is_there() -> None:
+    table, absent = {}, jnp.zeros((0, 3), jnp.int32)
+    for reduction in ("mean", "sum", "none"):
+        how = {"where": jnp.zeros(BATCH, bool), "reduction": reduction}
+        for index, (f, *args) in enumerate(
+            (
+                (functools.partial(loss, **how), *LOGITS),
+                (functools.partial(fused, **how), X, KERNEL),
+                (functools.partial(fused, chunk_size=4, **how), X, KERNEL),
+                (
+                    lambda z, r=reduction: ops.softmax_cross_entropy(z, absent, reduction=r),
+                    jnp.ones((0, 3, VOCAB)),
+                ),
+                (
+                    lambda x, k, r=reduction: ops.readout_cross_entropy(x, k, absent, reduction=r),
+                    jnp.ones((0, 3, IN)),
+                    KERNEL,
+                ),
+            )
+        ):
+            table[reduction, index] = (functools.partial(pulled, f), *map(np.float32, args))
+    for name, results in compute(table).items():
+        for array in jax.tree.leaves(results):
+            np.testing.assert_array_equal(array, 0, err_msg=str(name))
 
 
 def test_tokens_that_do_not_count_may_hold_anything() -> None:
@@ -298,16 +312,21 @@ def test_tokens_that_do_not_count_may_hold_anything() -> None:
     np.testing.assert_array_equal(np.asarray(grad)[~WHERE], 0)
 
 
-@pytest.mark.parametrize("scale", [None, 4.0, 0.25])
-def test_infinite_logits(scale) -> None:
+def test_infinite_logits() -> None:
     """A class masked by -inf has probability and gradient 0; the others share the rest."""
-    x = jnp.asarray([[0.0, -jnp.inf, 0.0, -jnp.inf, 0.0]], jnp.float16)
-    masked = x if scale is None else ScaledArray(x, scale)
-    value, grad = jax.jit(jax.value_and_grad(ops.softmax_cross_entropy))(masked, jnp.array([2]))
-    np.testing.assert_allclose(value, np.log(3), rtol=1e-6)
-    expected = FACTOR * (scale or 1) * np.array([[1 / 3, 0, -2 / 3, 0, 1 / 3]])
-    np.testing.assert_allclose(getattr(grad, "data", grad), expected, rtol=2**-10)
+    x, run = (
+        jnp.asarray([[0.0, -jnp.inf, 0.0, -jnp.inf, 0.0]], jnp.float16),
+        ops.softmax_cross_entropy,
+    )
+    for scale in (None, 4.0, 0.25):
+        value, grad = jax.jit(jax.value_and_grad(run))(ScaledArray(x, scale), jnp.array([2]))
+        np.testing.assert_allclose(value, np.log(3), rtol=1e-6)
+        expected = FACTOR * (scale or 1) * np.array([[1 / 3, 0, -2 / 3, 0, 1 / 3]])
+        np.testing.assert_allclose(grad.data, expected, rtol=2**-10)
     assert np.isposinf(ops.softmax_cross_entropy(x, jnp.array([1])))
+    # A scale for each of as few as two classes.
+    found = run(ScaledArray(jnp.ones((1, 2)), jnp.array([[1.0, 4.0]])), jnp.array([0]))
+    np.testing.assert_allclose(found, np.log1p(np.exp(3)), rtol=1e-6)
 
 
 def test_labels() -> None:

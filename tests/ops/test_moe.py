@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from tests.batching import compute
 from tests.gradients import jit
 from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
 from unitscale.ops._moe import ExpertDevices, reshard_like, token_rows
 
-from .conformance import assert_scales_are_constants, case, in_every_dtype, normal, scaled
+from .conformance import assert_scales_are_constants, case, in_every_dtype, normal, pulled, scaled
 
 TOKENS, WIDTH, HIDDEN = 6, 4, 3
 # experts, top_k, mult, renormalize
@@ -155,25 +156,15 @@ def test_routing() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_all_tokens_to_one_expert(dtype: str) -> None:
     """None is dropped, and what sees no token has a gradient of exactly zero."""
-    experts, tokens = 4, 40
+    experts, tokens = 4, 8
     x, up, down = (
         jnp.asarray(a, dtype)
         for a in normal("one", (tokens, WIDTH), (experts, WIDTH, HIDDEN), (experts, HIDDEN, WIDTH))
     )
     x = jnp.abs(x)
-    kernel = jnp.zeros((WIDTH, experts), dtype).at[:, 2].set(8.0)
-
-    @jit
-    def run(x, up, down):
-        def loss(up, down):
-            y = mixture(x, kernel, up, down, (experts, 1, 1.0, False))
-            return jnp.sum(jnp.sin(y.value.astype(jnp.float32))), y.value
-
-        return jax.grad(loss, (0, 1), has_aux=True)(up, down)
-
-    grads, y = run(x, up, down)
-    wide = (np.asarray(a, np.float64) for a in (x, kernel, up, down))
-    expected = dense(*wide, (experts, 1, 1.0, False))
+    kernel, route = jnp.zeros((WIDTH, experts), dtype).at[:, 2].set(8.0), (experts, 1, 1.0, False)
+    y, grads = pulled(lambda *w: mixture(x, kernel, *w, route), up, down)
+    expected = dense(*(np.asarray(a, np.float64) for a in (x, kernel, up, down)), route)
     np.testing.assert_allclose(y, expected, rtol=2e-2, atol=1e-2)
     assert (np.abs(expected) > 0.1).any(-1).all()
     for grad in map(np.asarray, grads):
@@ -186,25 +177,29 @@ def test_attached_losses() -> None:
     """The gradient is that of the sum, the value that of the first."""
     x, kernel = (jnp.asarray(a, jnp.float32) for a in normal("attach", (6, WIDTH), (WIDTH, 3)))
 
-    def value(kernel, weight):
+    def parts(kernel):
         routing = ops.route(x, kernel, 2)
         y = ops.mixture(lambda rows, params, groups: rows, x, routing, ())
-        return y, weight * routing.z_loss()
+        return y, routing.z_loss()
 
     def attached(kernel):
-        y, loss = value(kernel, 1.0)
+        y, loss = parts(kernel)
         return jnp.sum(jnp.sin(ops.attach_loss(y, loss, 0.5).value))
 
-    def added(kernel):
-        y, loss = value(kernel, 0.5)
-        return jnp.sum(jnp.sin(y.value)) + loss
+    def added(kernel, weight):
+        y, loss = parts(kernel)
+        return jnp.sum(jnp.sin(y.value)) + weight * loss
 
-    def alone(kernel):
-        return jnp.sum(jnp.sin(value(kernel, 0.0)[0].value))
-
-    assert attached(kernel) == alone(kernel)
-    np.testing.assert_allclose(jax.grad(attached)(kernel), jax.grad(added)(kernel), rtol=1e-6)
-    assert (jax.grad(attached)(kernel) != jax.grad(alone)(kernel)).any()
+    (value, found), (_, wanted), (alone, other) = compute(
+        {
+            "attached": (jax.value_and_grad(attached), kernel),
+            "added": (jax.value_and_grad(added), kernel, 0.5),
+            "alone": (jax.value_and_grad(added), kernel, 0.0),
+        }
+    ).values()
+    assert value == alone
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert (found != other).any()
 
 
 def gradients(x, kernel, up, down):
