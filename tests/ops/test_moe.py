@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from tests.batching import compute
 from tests.gradients import jit
-from tests.parallel.devices import explicit_mesh, mesh_of
+from tests.parallel.devices import mesh_of
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
-from unitscale.ops._moe import ExpertDevices, reshard_like, token_rows
 
 from .conformance import (
     assert_scales_are_constants,
@@ -259,36 +258,3 @@ def test_scales_of_experts_on_several_devices() -> None:
         # sums of as many terms as a token has choices and features, in another order
         error = 2 * WIDTH * np.finfo(np.float32).eps * np.abs(b).max()
         np.testing.assert_allclose(a, b, rtol=0, atol=error)
-
-
-PLACES = [
-    (P("data"), P("data"), ("data",)),
-    (P(("data", "expert")), P(("data", "expert")), ("data",)),
-    (P(None, "data"), P(), ()),
-    (P("data", "expert"), P("data"), ("data",)),
-]
-
-
-def test_tokens_on_axes_that_are_part_of_the_type() -> None:
-    x = np.arange(48, dtype=np.float32).reshape(4, 4, 3)
-    devices = ExpertDevices.of(jnp.asarray(x), "expert", 4)
-    assert (devices.size, devices.manual, devices.tokens) == (1, False, ())
-    np.testing.assert_array_equal(token_rows(jnp.asarray(x[0, 0])), x[0, :1])
-    mesh = explicit_mesh(data=2, expert=2)
-    with jax.set_mesh(mesh):
-        for spec, rows, tokens in PLACES:
-            y = jax.device_put(x, spec)
-            devices = ExpertDevices.of(y, "expert", 4)
-            assert (devices.size, devices.tokens) == (2, tokens)
-            found = jax.jit(token_rows)(y)
-            back = jax.jit(lambda rows, x: reshard_like(rows.reshape(x.shape), x))(found, y)
-            assert found.sharding.is_equivalent_to(NamedSharding(mesh, rows), 2)
-            assert back.sharding.is_equivalent_to(y.sharding, 3)
-            np.testing.assert_array_equal(found, x.reshape(16, 3))
-            np.testing.assert_array_equal(back, x)
-        # Features that are divided are whole in rows; one token alone has none to divide.
-        y = jax.device_put(x[..., :2], P("data", None, "expert"))
-        whole = NamedSharding(mesh, P("data"))
-        assert token_rows(y).sharding.is_equivalent_to(whole, 2)
-        assert reshard_like(token_rows(y).reshape(4, 4, 2), y).sharding.is_equivalent_to(whole, 3)
-        assert token_rows(jax.device_put(x[0, :2, 0], P("data"))).shape == (1, 2)

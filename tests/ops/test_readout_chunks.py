@@ -88,12 +88,18 @@ def test_every_device_has_as_many_logits_as_one_would(
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "context": 2}], ids=str)
 @pytest.mark.parametrize(
-    ("name", "reduction"), [("none", "mean"), ("e5m2", "none"), ("delayed", "mean")]
+    ("name", "reduction", "axes", "spec"),
+    [
+        ("none", "mean", {"data": 4}, P("data")),
+        ("none", "none", {"context": 8}, P()),  # which does not divide 6 tokens
+        ("e5m2", "none", {"fsdp": 2, "context": 2}, P("fsdp", "context")),
+        ("delayed", "mean", {"data": 2, "context": 2}, P("data")),
+    ],
+    ids=str,
 )
 def test_chunks_of_every_device_give_what_one_device_gives(
-    name: str, reduction: Any, axes: dict[str, int]
+    name: str, reduction: Any, axes: dict[str, int], spec: P
 ) -> None:
     """Sums that devices keep until the end; what delayed scaling has seen, too."""
     strategy = Delayed()
@@ -120,7 +126,7 @@ def test_chunks_of_every_device_give_what_one_device_gives(
     expected = gradients(x, table, state)
     mesh = mesh_of(**axes)
     with jax.set_mesh(mesh):
-        found = gradients(jax.device_put(x, NamedSharding(mesh, P("data"))), table, state)
+        found = gradients(jax.device_put(x, NamedSharding(mesh, spec)), table, state)
     for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         most = np.max(np.abs(e), where=np.isfinite(e), initial=0)
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4 * most)
@@ -138,27 +144,3 @@ def test_devices_are_added_once() -> None:
     parts = compiled.as_text().split("\n\n")
     assert any("while(" in part for part in parts)
     assert not any("all-reduce(" in part for part in parts if "ENTRY" not in part)
-
-
-@pytest.mark.parametrize(
-    ("axes", "spec", "over"),
-    [
-        ({"data": 4}, P("data"), "data"),
-        ({"fsdp": 2, "context": 2}, P("fsdp", "context"), ("context", "fsdp")),
-        ({"context": 8}, P(), None),  # which does not divide 12 tokens
-    ],
-    ids=str,
-)
-def test_tokens_of_a_device_are_joined(axes: dict[str, int], spec: P, over: Any) -> None:
-    lead, x = (4, 12), np.arange(4 * 12 * 3).reshape(4, 12, 3)
-    mesh = mesh_of(**axes)
-    with jax.set_mesh(mesh):
-        join = jax.jit(lambda x: readout.join_tokens(x, lead))
-        program = join.lower(jax.device_put(x, NamedSharding(mesh, spec))).compile()
-        rows = join(x)
-        back = jax.jit(lambda x: readout.split_tokens(readout.join_tokens(x, lead), lead))(x)
-    np.testing.assert_array_equal(back, x)
-    assert sorted(rows[:, 0].tolist()) == x[..., 0].ravel().tolist()
-    if over:
-        assert rows.sharding.is_equivalent_to(NamedSharding(mesh, P(over)), 2)
-    assert not collectives(program)  # every device has its own
