@@ -71,7 +71,11 @@ def cases(counts, **options):
     }
 
 
-test_value_and_gradients = in_every_dtype(cases((1, 3)) | {"gain": cases((2,))["rms_norm, 2"]})
+test_value_and_gradients = in_every_dtype(
+    cases((1, 3)) | {"gain": cases((2,))["rms_norm, 2"]},
+    mapped=("layer_norm, 3", "rms_norm, 1", "batch_norm, 1"),
+    wide=("layer_norm, 1", "group_norm, 1", "batch_norm, 1", "statistics, 1"),
+)
 SCALED = [
     (2.0**12, None, None),
     (2.0**-12, 4.0, 8.0),
