@@ -69,7 +69,7 @@ def gradients(
     return grads
 
 
-def _data_and_scale(y: Any) -> tuple[jax.Array, jax.Array]:
+def data_and_scale(y: Any) -> tuple[jax.Array, jax.Array]:
     data, scale = y.pair if isinstance(y, ScaledArray) else (y, 1)
     return data, jnp.broadcast_to(to_float(scale), data.shape)
 
@@ -78,7 +78,7 @@ def pulled(f: Callable[..., Any], *args: Any, cotangent: Any = 1.0) -> tuple[Any
     """Data of an op's result and the gradients of its arguments, from one compiled program."""
 
     def program(cotangent: Any, *args: Any) -> tuple[Any, Any]:
-        y, vjp = jax.vjp(lambda *args: _data_and_scale(f(*args))[0], *args)
+        y, vjp = jax.vjp(lambda *args: data_and_scale(f(*args))[0], *args)
         return y, vjp(jnp.broadcast_to(cotangent, y.shape).astype(y.dtype))
 
     return jax.jit(program)(cotangent, *args)
@@ -106,7 +106,7 @@ def _prepare(
 
     def apply(*data: jax.Array) -> tuple[jax.Array, jax.Array]:
         wrapped = (d if s is None else ScaledArray(d, s) for d, s in zip(data, scales, strict=True))
-        return _data_and_scale(op(*wrapped))
+        return data_and_scale(op(*wrapped))
 
     def scanned(*stacked: jax.Array) -> Any:
         step = jax.checkpoint(apply)
@@ -238,34 +238,3 @@ def assert_scales_are_constants(op: Callable[..., Any], *args: ScaledArray) -> N
         if isinstance(grad, ScaledArray) and grad.scale is not None:
             np.testing.assert_array_equal(np.asarray(grad.scale, np.float32), 0)
         assert np.isfinite(np.asarray(grad.data, np.float32)).all()
-
-
-def assert_unit(
-    op: Callable[..., Any],
-    *shapes: tuple[int, ...],
-    unit: Sequence[bool] | None = None,
-    bias: float = 0.0,
-    trials: int = 64,
-) -> None:
-    """Output and gradients of standard normal inputs have mean square 1.
-
-    The tolerance is five standard errors of the mean over trials, plus a stated bias.
-    """
-
-    def apply(*args: jax.Array) -> jax.Array:
-        return _data_and_scale(op(*args))[0]
-
-    def trial(cotangent: jax.Array, *args: jax.Array) -> list[jax.Array]:
-        y, vjp = jax.vjp(apply, *args)
-        return [jnp.mean(jnp.square(a)) for a in (y, *vjp(cotangent))]
-
-    out = jax.eval_shape(apply, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
-    samples = [
-        a.astype(np.float32) for a in normal("unit", *((trials, *s) for s in (out.shape, *shapes)))
-    ]
-    squares = np.asarray(jax.jit(jax.vmap(trial))(*samples))
-    for index, square in enumerate(squares):
-        if unit is None or unit[index]:
-            error = square.std(ddof=1) / np.sqrt(trials)
-            assert error < 0.03, f"too few samples to tell: array {index}, standard error {error}"
-            assert abs(square.mean() - 1) <= 5 * error + bias, (index, square.mean(), error)
