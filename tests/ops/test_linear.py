@@ -283,6 +283,8 @@ def test_einsum_with_a_column_and_in_fp8_is_dense() -> None:
     found = ops.einsum("btd,dhk->bthk", x, w, config=config)
     expected = ops.dense(x, w.reshape(16, 16), config=config).reshape(2, 3, 2, 8)
     np.testing.assert_array_equal(found.data, expected.data)
+    found = ops.matmul(x, w.reshape(16, 16), config=config).reshape(2, 3, 2, 8)
+    np.testing.assert_array_equal(found.data, expected.data)
 
 
 def test_an_update_of_zero_leaves_the_base_as_it_is() -> None:
@@ -400,25 +402,6 @@ def test_a_kernels_scale_in_a_quantized_product(dtype: str, scales) -> None:
         for one, other in zip(results, found[name, True][1], strict=True):
             assert one.dtype == other.dtype
             np.testing.assert_allclose(np.float64(one), np.float64(other) * factor, rtol=2**-7)
-
-
-def test_quantized_products() -> None:
-    config = MatmulConfig()
-    x, w, dy = normal("fp8", (3, 8), (8, 4), (3, 4))
-    qx, qw = (rounded(np.float32(a), "float8_e4m3fn") for a in (x, w))
-    expected = qx @ qw
-    x, w, dy = (jnp.asarray(a, jnp.float32) for a in (x, w, dy))
-    for op, factor in ((ops.matmul, 8**-0.5), (ops.readout, 1 / 8), (ops.dense, 8**-0.5)):
-        found = op(x, w, config=config).data
-        np.testing.assert_allclose(found, factor * expected, rtol=1e-5, atol=1e-6)
-    found = ops.matmul(ScaledArray(x, 2.0**12), w, config=config).value
-    np.testing.assert_allclose(found, 2**12 * 8**-0.5 * expected, rtol=1e-5, atol=0.1)
-    # Operands stored in 8 bits are multiplied as they are, into bfloat16.
-    y, (dx, _) = pulled(
-        functools.partial(ops.dense, config=config), x.astype(jnp.float8_e4m3fn), w, cotangent=dy
-    )
-    assert (y.dtype, dx.dtype) == (jnp.bfloat16, jnp.float8_e4m3fn)
-    np.testing.assert_allclose(np.float64(y), 8**-0.5 * expected, rtol=2**-7, atol=2**-7)
 
 
 PRODUCTS = {

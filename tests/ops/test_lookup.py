@@ -174,8 +174,7 @@ def test_rows_on_a_mesh_whose_axes_are_part_of_the_type(table_place: P, ids_plac
         rows, found = jax.jit(gradients)(*placed)
     assert jax.typeof(rows).sharding.spec[:2] == (*ids_place, None, None)[:2]
     np.testing.assert_array_equal(rows, table[ids])
-    factor = (8 / ids.size) ** 0.5
-    expected = factor * 3 * np.cos(table)  # each row is looked up three times
+    expected = (8 / ids.size) ** 0.5 * 3 * np.cos(table)  # each row is looked up three times
     for gradient in found:
         assert jax.typeof(gradient).sharding == jax.typeof(placed[0]).sharding
         np.testing.assert_allclose(gradient, expected, rtol=1e-6)

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from tests.batching import chunks, compute, entry
 from tests.parallel.devices import mesh_of, relative_error
 from unitscale import batch_over, ops
-from unitscale.core import ScaledArray, format_of
-from unitscale.ops._loss import in_one_pass, in_two_passes, normalizer, token_gradients
+from unitscale.core import ScaledArray
+from unitscale.ops._loss import in_one_pass, in_two_passes
 from unitscale.quant import Block, Delayed, Dynamic, MatmulConfig, QuantState, Static
 
 from .conformance import (
@@ -256,11 +256,6 @@ def test_gradients_are_unit_at_initialization() -> None:
         labels = jnp.arange(tokens) % 16
         grad = jax.jit(jax.grad(ops.softmax_cross_entropy))(jnp.zeros((tokens, 16)), labels)
         np.testing.assert_allclose(np.mean(np.square(grad)), 1.0, rtol=1e-5)
-    p, t = np.float32(normal("unit", (2, 16, 1024))[0])
-    gradients = jax.vmap(jax.grad(ops.mse_loss, (0, 1)))(p, t)
-    squares = np.stack([np.mean(np.square(g), -1) for g in gradients])
-    error = squares.std(1, ddof=1) / 4
-    assert (np.abs(squares.mean(1) - 1) <= 5 * error).all()
 
 
 def test_small_gradients_survive_float16() -> None:
@@ -410,22 +405,10 @@ def test_divided_by_the_compiler(axes: dict[str, int]) -> None:
     assert ("stablehlo.slice" in text) == ("tensor" not in axes)
 
 
-def drift(bits: int | None, dtype: str, tokens: int = 2048, classes: int = 64) -> float:
-    """The mean over tokens of what the gradients of one add up to, in standard errors."""
-    z = 2 * jnp.asarray(normal("drift", (tokens, classes))[0], jnp.float32)
-    labels = jnp.arange(tokens) % classes
-    grad = token_gradients(z, labels, normalizer(z), None, None, float(classes), None, bits)
-    sums = np.asarray(grad.astype(dtype), np.float64).sum(-1)
-    return sums.mean() / (sums.std() / tokens**0.5)
-
-
 @pytest.mark.parametrize(
     "dtype", ["float8_e5m2", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
 )
 def test_gradients_in_8_bits_are_right_on_average(dtype: str) -> None:
-    """Those of a token add up to 0; rounded to the nearest, to less than 0 for most tokens."""
-    assert abs(drift(format_of(dtype).mantissa_bits, dtype)) < 4
-    assert drift(None, dtype) < -8
     # The gradient of labels is about the same for each token, between numbers of the format.
     x = jnp.asarray(1 + 0.02 * normal("labels", (2**13, 16))[0], "bfloat16")
     kernel = 0.1 * jnp.asarray(normal("dither", (16, 64))[0], "float32").at[:, 0].set(30.0)

@@ -94,7 +94,6 @@ TABLE: dict[str, tuple[Callable[..., Any], Sequence[tuple[int, ...]], dict[str, 
     "softmax": (centred(ops.softmax), [(32, 64)], {"bias": 1 / 64}),
     "silu_glu": (free(ops.silu_glu), [(1024,)] * 2, {}),
     "gelu_glu": (free(ops.gelu_glu), [(1024,)] * 2, {}),
-    "sigmoid_glu": (free(ops.sigmoid_glu), [(1024,)] * 2, {}),
     "dropout": (
         functools.partial(ops.dropout, rate=0.6, key=KEY),
         [(4096,)],
