@@ -4,11 +4,9 @@ An op is compared with `fwd * reference`, where the reference is NumPy in float6
 gradients with `bwd * derivative`, where the derivative is a central difference of that reference.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,7 +69,7 @@ def gradients(
     return grads
 
 
-def _data_and_scale(y: Any) -> tuple[jax.Array, jax.Array]:
+def data_and_scale(y: Any) -> tuple[jax.Array, jax.Array]:
     data, scale = y.pair if isinstance(y, ScaledArray) else (y, 1)
     return data, jnp.broadcast_to(to_float(scale), data.shape)
 
@@ -80,16 +78,13 @@ def pulled(f: Callable[..., Any], *args: Any, cotangent: Any = 1.0) -> tuple[Any
     """Data of an op's result and the gradients of its arguments, from one compiled program."""
 
     def program(cotangent: Any, *args: Any) -> tuple[Any, Any]:
-        y, vjp = jax.vjp(lambda *args: _data_and_scale(f(*args))[0], *args)
+        y, vjp = jax.vjp(lambda *args: data_and_scale(f(*args))[0], *args)
         return y, vjp(jnp.broadcast_to(cotangent, y.shape).astype(y.dtype))
 
     return jax.jit(program)(cotangent, *args)
 
 
-Plan = tuple[Callable[..., Any], tuple[jax.Array, ...], Callable[[Any], None]]
-
-
-def plan(
+def _prepare(
     op: Callable[..., Any],
     reference: Reference,
     args: Sequence[np.ndarray],
@@ -101,14 +96,8 @@ def plan(
     mapped: bool = False,
     slack: float | Mapping[str, float] = 1,
     step: float = 1e-5,
-) -> Plan:
-    """Returns a program that computes an op, its operands, and the check of its results.
-
-    The value must be `fwd * reference(values)`; gradient i, in data space, `bwd[i]` times the
-    derivative of `reference(values) / scale of the output`. ``args`` are rounded to the dtype
-    first; ``mapped`` takes the op under vmap, scan and checkpoint; ``slack`` multiplies the
-    tolerance; ``step`` is that of the finite differences.
-    """
+) -> tuple[Callable[..., Any], Sequence[jax.Array], Callable[[Any], None]]:
+    """The program of a check, its arguments, and the comparison of its results."""
     scales = (None,) * len(args) if scales is None else scales
     slack = slack[dtype] if isinstance(slack, Mapping) else slack
     # Two examples, for vmap and scan.
@@ -117,7 +106,7 @@ def plan(
 
     def apply(*data: jax.Array) -> tuple[jax.Array, jax.Array]:
         wrapped = (d if s is None else ScaledArray(d, s) for d, s in zip(data, scales, strict=True))
-        return _data_and_scale(op(*wrapped))
+        return data_and_scale(op(*wrapped))
 
     def scanned(*stacked: jax.Array) -> Any:
         step = jax.checkpoint(apply)
@@ -140,7 +129,7 @@ def plan(
     expected = [true(*(p[i] for p in pairs)) for i in ((0, 1) if mapped else (0,))]
     cotangents = rounded(normal("cotangent", (2, *expected[0].shape))[0], dtype)
 
-    def verify(results: dict[str, Any]) -> None:
+    def compare(results: Any) -> None:
         for i, wanted in enumerate(expected):
             true_grads: list[np.ndarray] = []
             for name, result in results.items():
@@ -157,44 +146,54 @@ def plan(
                 for j, (grad, derivative) in enumerate(zip(grads, true_grads, strict=True)):
                     assert_close(grad, bwd[j] * derivative, dtype, f"gradient {j} {what}", slack)
 
-    stacked = (jnp.asarray(p.astype(jnp.dtype(dtype))) for p in pairs)
-    return program, (jnp.asarray(cotangents, jnp.float32), *stacked), verify
+    stacked = [jnp.asarray(p, dtype) for p in pairs]
+    return program, [jnp.asarray(cotangents, jnp.float32), *stacked], compare
+
+
+def check_all(cases: Mapping[str, "Case"]) -> None:
+    """Checks cases in one compiled program."""
+    prepared = {name: _prepare(*case.args, **case.keywords) for name, case in cases.items()}
+    results = compute({name: (program, *args) for name, (program, args, _) in prepared.items()})
+    for name, (*_, compare) in prepared.items():
+        with entry(name):
+            compare(results[name])
 
 
 def check(*args: Any, **options: Any) -> None:
-    """Checks value and gradients of an op, as `plan` says."""
-    check_all({"": case(*args, **options)})
+    """Checks value and gradients of an op; if ``mapped``, under vmap, scan and checkpoint too.
 
-
-def check_all(cases: Mapping[Any, Case], **options: Any) -> None:
-    """Checks a table of cases, compiled as one program."""
-    plans = {name: plan(*c.args, **{**c.keywords, **options}) for name, c in cases.items()}
-    table = {name: (program, *operands) for name, (program, operands, _) in plans.items()}
-    for name, results in compute(table).items():
-        with entry(name):
-            plans[name][2](results)
+    The value must be `fwd * reference(values)`; gradient i, in data space, `bwd[i]` times the
+    derivative of `reference(values) / scale of the output`. ``args`` are rounded to the dtype
+    first; ``slack`` multiplies the tolerance; ``step`` is that of the finite differences.
+    """
+    check_all({"the op": functools.partial(check, *args, **options)})
 
 
 # `case(op, reference, args, fwd=..., bwd=...)` is a check that is made when it is called. Central
 # differences of a linear function are exact, whatever their step.
-Case = functools.partial[None]
 case = functools.partial(functools.partial, check)
 linear = functools.partial(case, step=1.0)
+Case = functools.partial[None]
 
 
-def in_every_dtype(cases: Mapping[str, Case]) -> Any:
-    """The test that cases hold in every dtype; in float32, also mapped."""
+def in_every_dtype(
+    cases: Mapping[str, Case], *, mapped: Collection[str], wide: Collection[str] = ()
+) -> Any:
+    """The test that cases hold in every dtype; in float32 some of them mapped.
+
+    Those that are ``wide`` are checked in float32 alone: they differ from others in the shapes of
+    operands, not in what is rounded.
+    """
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test(dtype: str) -> None:
+        single = dtype == "float32"
         check_all(
             {
-                name: functools.partial(
-                    c, mapped=c.keywords.get("mapped", True) and dtype == "float32"
-                )
-                for name, c in cases.items()
-            },
-            dtype=dtype,
+                name: functools.partial(case, dtype=dtype, mapped=single and name in mapped)
+                for name, case in cases.items()
+                if single or name not in wide
+            }
         )
 
     return test
@@ -206,11 +205,12 @@ def under_scales(scales: Sequence[Sequence[Any]], cases: Mapping[str, Case], **o
     def test() -> None:
         check_all(
             {
-                (name, i): functools.partial(c, scales=own[: len(c.args[2])])
-                for name, c in cases.items()
-                for i, own in enumerate(scales)
-            },
-            **options,
+                f"{name}, scales {i}": functools.partial(
+                    case, scales=given[: len(case.args[2])], **options
+                )
+                for name, case in cases.items()
+                for i, given in enumerate(scales)
+            }
         )
 
     return test
@@ -238,34 +238,3 @@ def assert_scales_are_constants(op: Callable[..., Any], *args: ScaledArray) -> N
         if isinstance(grad, ScaledArray) and grad.scale is not None:
             np.testing.assert_array_equal(np.asarray(grad.scale, np.float32), 0)
         assert np.isfinite(np.asarray(grad.data, np.float32)).all()
-
-
-def assert_unit(
-    op: Callable[..., Any],
-    *shapes: tuple[int, ...],
-    unit: Sequence[bool] | None = None,
-    bias: float = 0.0,
-    trials: int = 64,
-) -> None:
-    """Output and gradients of standard normal inputs have mean square 1.
-
-    The tolerance is five standard errors of the mean over trials, plus a stated bias.
-    """
-
-    def apply(*args: jax.Array) -> jax.Array:
-        return _data_and_scale(op(*args))[0]
-
-    def trial(cotangent: jax.Array, *args: jax.Array) -> list[jax.Array]:
-        y, vjp = jax.vjp(apply, *args)
-        return [jnp.mean(jnp.square(a)) for a in (y, *vjp(cotangent))]
-
-    out = jax.eval_shape(apply, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
-    samples = [
-        a.astype(np.float32) for a in normal("unit", *((trials, *s) for s in (out.shape, *shapes)))
-    ]
-    squares = np.asarray(jax.jit(jax.vmap(trial))(*samples))
-    for index, square in enumerate(squares):
-        if unit is None or unit[index]:
-            error = square.std(ddof=1) / np.sqrt(trials)
-            assert error < 0.03, f"too few samples to tell: array {index}, standard error {error}"
-            assert abs(square.mean() - 1) <= 5 * error + bias, (index, square.mean(), error)

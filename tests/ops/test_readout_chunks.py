@@ -89,16 +89,17 @@ def test_every_device_has_as_many_logits_as_one_would(
 
 
 @pytest.mark.parametrize(
-    ("name", "reduction", "axes"),
+    ("name", "reduction", "axes", "spec"),
     [
-        ("none", "mean", {"data": 4}),
-        ("e5m2", "none", {"data": 2, "context": 2}),
-        ("delayed", "mean", {"data": 4}),
+        ("none", "mean", {"data": 4}, P("data")),
+        ("none", "none", {"context": 8}, P()),  # which does not divide 6 tokens
+        ("e5m2", "none", {"fsdp": 2, "context": 2}, P("fsdp", "context")),
+        ("delayed", "mean", {"data": 2, "context": 2}, P("data")),
     ],
     ids=str,
 )
 def test_chunks_of_every_device_give_what_one_device_gives(
-    name: str, reduction: Any, axes: dict[str, int]
+    name: str, reduction: Any, axes: dict[str, int], spec: P
 ) -> None:
     """Sums that devices keep until the end; what delayed scaling has seen, too."""
     strategy = Delayed()
@@ -125,64 +126,21 @@ def test_chunks_of_every_device_give_what_one_device_gives(
     expected = gradients(x, table, state)
     mesh = mesh_of(**axes)
     with jax.set_mesh(mesh):
-        found = gradients(jax.device_put(x, NamedSharding(mesh, P("data"))), table, state)
+        found = gradients(jax.device_put(x, NamedSharding(mesh, spec)), table, state)
     for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         most = np.max(np.abs(e), where=np.isfinite(e), initial=0)
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4 * most)
 
 
-TOKENS = 24
-X = np.random.default_rng(0).normal(size=(TOKENS, 3)).astype(np.float32)
-KERNEL = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
-
-
-def program(chunks: int) -> Any:
-    """The gradient of a kernel by a sum of squares, and a number for each token."""
-
-    def run(x: jax.Array, kernel: jax.Array) -> Any:
-        def body(rows: dict[str, Any]) -> tuple[Any, Any]:
-            y = rows["x"] @ kernel
-            return (rows["x"].T @ y, None), (jnp.sum(y, 1), rows["index"])
-
-        rows = {"x": x, "index": jnp.arange(x.shape[0]), "absent": None}
-        return readout.over_chunks(body, rows, chunks)
-
-    return jax.jit(run)
-
-
 def test_devices_are_added_once() -> None:
+    """No sum over devices stands in the body of the loop."""
     mesh = mesh_of(data=4)
+    x, labels = jnp.ones((8, 6, WIDTH)), jnp.zeros((8, 6), int)
     with jax.set_mesh(mesh):
-        rows = jax.device_put(X, NamedSharding(mesh, P("data")))
-        compiled = program(3).lower(rows, KERNEL).compile()
-    assert [c.kind for c in collectives(compiled)].count("all-reduce") == 1
-    # None stands in the body of the loop.
-    bodies = [part for part in compiled.as_text().split("\n\n") if "ENTRY" not in part]
-    assert not any("all-reduce(" in body for body in bodies)
-
-
-@pytest.mark.parametrize(
-    ("axes", "axis_names"),
-    [
-        ({"data": 4}, ("fsdp", "data")),
-        ({"fsdp": 2, "context": 2}, ("context", "fsdp", "data")),
-        ({"context": 8}, ("fsdp", "data")),  # which does not divide 12 tokens
-    ],
-    ids=str,
-)
-def test_tokens_of_a_device_are_joined(axes: dict[str, int], axis_names: tuple[str, ...]) -> None:
-    lead, x = (4, 12), np.arange(4 * 12 * 3).reshape(4, 12, 3)
-    mesh, join = mesh_of(**axes), jax.jit(lambda x: readout.join_tokens(x, lead))
-    with jax.set_mesh(mesh):
-        spec = P(next((a for a in ("fsdp", "data") if a in axes), None))
-        spec = P(*spec, "context" if axes.get("context", 8) < 8 else None)
-        program = join.lower(jax.device_put(x, NamedSharding(mesh, spec)))
-        rows = join(x)
-        back = jax.jit(lambda x: readout.split_tokens(readout.join_tokens(x, lead), lead))(x)
-        assert readout.token_axes(lead) == axis_names
-    np.testing.assert_array_equal(back, x)
-    assert sorted(rows[:, 0].tolist()) == x[..., 0].ravel().tolist()
-    if axes != {"context": 8}:
-        over = tuple(name for name in axis_names if name in axes)
-        assert rows.sharding.is_equivalent_to(NamedSharding(mesh, P(over)), 2)
-    assert not collectives(program.compile())  # every device has its own
+        rows = jax.device_put(x, NamedSharding(mesh, P("data")))
+        grad = jax.jit(jax.grad(functools.partial(entropy, labels=labels, chunk_size=16), (0, 1)))
+        compiled = grad.lower(rows, jnp.ones((64, WIDTH))).compile()
+    assert "all-reduce" in {c.kind for c in collectives(compiled)}
+    parts = compiled.as_text().split("\n\n")
+    assert any("while(" in part for part in parts)
+    assert not any("all-reduce(" in part for part in parts if "ENTRY" not in part)

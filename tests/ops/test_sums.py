@@ -12,7 +12,6 @@ from unitscale.core import ScaledArray
 
 from .conformance import (
     assert_scales_are_constants,
-    assert_unit,
     case,
     check_all,
     in_every_dtype,
@@ -146,12 +145,13 @@ TRUE = {
         fwd=1.0,
         bwd=(1.0,) * len(shapes),
         slack=slack,
-        mapped=name in ("gated_sum", "lstm"),
     )
     for name, (op, reference, shapes, slack) in CELLS.items()
 }
 test_value_and_gradients = in_every_dtype(
-    SUMS | SPLITS | TRUE | {"residual": RESIDUAL, "fan_out": FAN_OUT}
+    SUMS | SPLITS | TRUE | {"residual": RESIDUAL, "fan_out": FAN_OUT},
+    mapped=("add", "residual", "fan_out", "gated_sum", "lstm"),
+    wide=("deeper", "simple, residual"),
 )
 SCALED = [
     (2.0**12, 2.0**-12),
@@ -166,14 +166,15 @@ test_scales_of_residuals = under_scales(
 )
 
 
-@pytest.mark.parametrize("name", ["gated_sum", "gru", "simple, residual"])
-def test_scales_are_folded_into_a_state_without_one(name) -> None:
-    op, _, args = TRUE[name].args
-    scales = (0.25, 4.0, 0.5, 2.0)[: len(args)]
-    TRUE[name](scales=scales)
-    operands = scaled(args, scales)
-    assert jax.jit(op)(*operands).scale is None
-    assert_scales_are_constants(op, *operands)
+def test_scales_are_folded_into_a_state_without_one() -> None:
+    scales = (0.25, 4.0, 0.5, 2.0)
+    names = ("gated_sum", "gru", "lstm", "highway", "simple, residual")
+    under_scales([scales], {name: TRUE[name] for name in names})()
+    for name in names:
+        op, _, args = TRUE[name].args
+        operands = scaled(args, scales[: len(args)])
+        assert jax.eval_shape(op, *operands).scale is None
+        assert_scales_are_constants(op, *operands)
 
 
 # The means of the factors 2^-1/2 (output), 1 and 1 (both gradients).
@@ -188,52 +189,43 @@ CONSTRAINTS = {
 }
 
 
-def test_constraint() -> None:
-    table = {}
-    for constraint, shared in CONSTRAINTS.items():
-        op = functools.partial(ops.add, constraint=constraint)
-        table[constraint] = linear(op, np.add, PAIR, fwd=shared or HALF, bwd=(shared or 1.0,) * 2)
-    check_all(table)
-
-
-def test_only_without_constraint_broadcasting_changes_a_factor() -> None:
-    table = {}
+def test_constraint_and_broadcasts() -> None:
+    """Only without a constraint broadcasting changes a factor."""
+    cases = {
+        how: linear(
+            functools.partial(ops.add, constraint=how),
+            np.add,
+            PAIR,
+            fwd=shared or HALF,
+            bwd=(shared or 1.0,) * 2,
+        )
+        for how, shared in CONSTRAINTS.items()
+    }
     for shapes in (((2, 3, 4), (4,)), ((1, 3, 1), (2, 1, 4)), ((1,), (3, 4))):
         size = np.prod(np.broadcast_shapes(*shapes))
-        for constraint in ("to_output_scale", None):
-            bwd = [HALF if constraint else (np.prod(s) / size) ** 0.5 for s in shapes]
-            op = functools.partial(ops.add, constraint=constraint)
-            args = normal("add", *shapes)
-            table[shapes, constraint] = linear(op, np.add, args, fwd=HALF, bwd=bwd)
-    check_all(table)
+        for how in ("to_output_scale", None):
+            bwd = [HALF if how else (np.prod(s) / size) ** 0.5 for s in shapes]
+            op = functools.partial(ops.add, constraint=how)
+            cases[how, shapes] = linear(op, np.add, normal("add", *shapes), fwd=HALF, bwd=bwd)
+    check_all(cases)
 
 
-def test_a_broadcast_operand_off_a_cut_edge_has_the_true_gradient() -> None:
-    x, weights = (np.float32(a) for a in normal("mean", (6, 4), (6, 4)))
-    own, true = (
-        pulled(lambda x, f=f: f(x, x.mean(0)), x, cotangent=weights)[1][0]
-        for f in (ops.add, jnp.add)
-    )
-    np.testing.assert_allclose(own, HALF * true, rtol=1e-5)
-
-
-@pytest.mark.parametrize("scale", [None, 8.0, np.float32([[1], [2], [4]])])
-def test_a_number_is_added_as_it_is(scale) -> None:
-    for op in (
-        lambda x: ops.add(3, x),
-        lambda x: ops.add(np.float32(3), x),
-        lambda x: ops.add(x, np.int64(3)),
-    ):
-        linear(op, lambda x: x + 3, PAIR[:1], fwd=1.0, bwd=(1.0,), scales=(scale,))()
-    if isinstance(scale, float):
-        assert ops.add(ScaledArray(jnp.ones(2), scale), 3.0).scale == scale
+NUMBERS = {
+    "int": lambda x: ops.add(3, x),
+    "float32": lambda x: ops.add(np.float32(3), x),
+    "int64": lambda x: ops.add(x, np.int64(3)),
+}
+test_a_number_is_added_as_it_is = under_scales(
+    [(None,), (8.0,), (np.float32([[1], [2], [4]]),)],
+    {k: linear(op, lambda x: x + 3, PAIR[:1], fwd=1.0, bwd=(1.0,)) for k, op in NUMBERS.items()},
+)
 
 
 def test_scale_and_dtype_of_the_sum() -> None:
     x = jnp.ones(2)
     assert ops.add(x, x).scale is None
     assert ops.add(ScaledArray(x, 8.0), ScaledArray(x, 8.0)).scale == 8  # sqrt(128) = 11.3, rounded
-    assert ops.add(ScaledArray(x, 8.0), x).scale == 8
+    assert ops.add(ScaledArray(x, 8.0), x).scale == ops.add(ScaledArray(x, 8.0), 3.0).scale == 8
     assert ops.residual(lambda x: x, ScaledArray(x, 8.0), 1.0).scale == 8
     for op in (
         ops.add,
@@ -301,9 +293,3 @@ def test_a_shut_gate_keeps_the_state_and_an_open_one_takes_the_candidate() -> No
     # 1 - sigmoid(20) is 0 in float32, its true value 2e-9 is not.
     tiny = ops.gated_update(jnp.zeros(1), jnp.ones(1), jnp.full(1, 20.0))
     assert float(tiny.data[0]) == pytest.approx(UPDATE * np.exp(-20.0), rel=1e-5)
-
-
-def test_a_simple_rnn_is_unit_for_every_activation() -> None:
-    for f in (jnp.tanh, jnp.sin):
-        op = functools.partial(residual_rnn, activation=f)
-        assert_unit(op, *((64, 64),) * 3, unit=(True, False, False, False))
