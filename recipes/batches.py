@@ -29,7 +29,7 @@ def loss_inputs(batch: Any) -> tuple[Any, ...]:
 
 
 class Examples(NamedTuple):
-    """Where examples come from: at most 2**32 elements.
+    """A sequence of at most 2**32 examples.
 
     `draw` makes examples of elements, anew every epoch of training and always the same for
     validation. `weight` is the share of a training batch beside other sources.
@@ -60,7 +60,7 @@ class Data(ABC):
     @property
     @abstractmethod
     def summary(self) -> str:
-        """How much there is to learn from, in words."""
+        """The amount of training data, in words."""
 
     @property
     def token_size(self) -> float | None:

@@ -36,7 +36,7 @@ class Bytes(NamedTuple):
     gradients: int
     optimizer: int
     activations: int
-    """Of a batch, saved for the backward pass, before XLA fuses any."""
+    """Activations of a batch saved for the backward pass, before XLA fuses any."""
 
 
 class Description(NamedTuple):

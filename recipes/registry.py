@@ -87,7 +87,7 @@ def load_config(
 
 
 def wrong_values(error: ValidationError, schema: type[RunConfig], where: str = "") -> RecipeError:
-    """What a config's schema has to say, a line for each key that is wrong."""
+    """Make an error of pydantic's, one line for each wrong key."""
     problems = describe_problems(error.errors(), schema)
     return RecipeError("\n".join(f"{where}{problem}" for problem in problems))
 

@@ -1,4 +1,4 @@
-"""What every process of the recipes does before it computes."""
+"""Settings of each process, made before JAX starts."""
 
 import ctypes
 import importlib.util

@@ -56,7 +56,7 @@ from .run.step import advance, make_train_step
 
 
 class Outcome(NamedTuple):
-    """How training ended; `signal` is the number of the signal that stopped it, or None."""
+    """The result of training; `signal` is the number of the signal that stopped it, or None."""
 
     folder: Path
     step: int
@@ -217,7 +217,7 @@ class _Run:
 
     @property
     def learning_rate(self) -> float:
-        """That of the last update, or of the first where there was none yet."""
+        """Learning rate of the last update, or of the first if there was none yet."""
         last = max(int(updates_done(self.state.opt_state)) - 1, 0)
         return float(np.asarray(self.schedule(last)))
 
@@ -269,7 +269,7 @@ class _Run:
 
 
 class _Watch:
-    """What is done after a step: log lines, validation and checkpoints, each at its interval."""
+    """Log lines, validation and checkpoints after a step, each at its interval."""
 
     def __init__(
         self, run: _Run, start: int, metrics: Metrics, stop: StopRequest, report: Reporter

@@ -296,7 +296,7 @@ class _Projection:
         return sum(shares) + sum(map(self.written, results))
 
     def _needed(self, computation: str) -> dict[str, float]:
-        """How many elements a fusion needs of each of its instructions."""
+        """Count the elements that a fusion needs of each of its instructions."""
         counts: dict[str, float] = collections.defaultdict(float)
         counts[self.program.roots[computation]] = math.inf
         for i in reversed(self.program.computations[computation].values()):  # users come later
@@ -332,7 +332,7 @@ class _Projection:
         return _size(*(_results(i) if i.opcode == "custom-call" else i.types))
 
     def in_place(self, i: HloInstruction) -> bool:
-        """Whether an update changes an array that its kernel was given."""
+        """Return True if an update changes an array that its kernel was given."""
         caller = self.program.callers.get(i.computation)
         if caller is None or caller.opcode != "fusion":
             return True
@@ -369,7 +369,7 @@ def _elements(i: HloInstruction) -> float:
 
 
 def _is_workspace(array: Type) -> bool:
-    """Whether a second or later result of a library call is the memory that it works in."""
+    """Return True if a later result of a library call is its workspace."""
     return array[0] in ("s8", "u8") and len(array[1]) == 1
 
 

@@ -333,7 +333,7 @@ _CALLS = set(_LISTED["calls"].split())
 
 
 class Rounding(NamedTuple):
-    """What a format does to a result: relative error, and absolute error over its RMS."""
+    """Errors of a format: relative, and absolute over the RMS."""
 
     relative: float
     absolute: float

@@ -229,7 +229,7 @@ def differences(
 
 
 def verdict(distance: float, error: float, bound: float) -> str:
-    """Whether a distance is at most a bound, two standard errors being in doubt."""
+    """Compare a distance with a bound; within two standard errors the verdict is open."""
     if distance + 2 * error <= bound:
         return "within"
     return "not resolved" if distance - 2 * error <= bound else "outside"

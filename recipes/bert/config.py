@@ -1,4 +1,4 @@
-"""What pretraining a BERT can be told, each key declared once, with its meaning beside it."""
+"""Config of BERT's pretraining."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -28,7 +28,7 @@ SEGMENTS = 2
 
 
 class MaskingConfig(Section):
-    """Which tokens are to be predicted, and what the model sees in their place."""
+    """Tokens to predict, and what the model sees in their place."""
 
     share: Annotated[float, Strict(), Field(gt=0, lt=1)] = Field(
         default=0.15, description="the share of tokens that are predicted"

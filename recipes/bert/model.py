@@ -166,7 +166,7 @@ class Bert(nnx.Module):
         return self.encoder.embed.attend(x) if self.readout is None else self.readout(x)
 
     def _states(self, x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
-        """What the readout reads at positions (batch, n): (batch, n, width)."""
+        """Compute the readout's inputs (batch, n, width) at positions (batch, n)."""
         return self.norm(ops.gelu(self.dense(rows_of(x, positions))))
 
     def loss(

@@ -41,7 +41,7 @@ def build(config: BertConfig) -> BERT:
 
 
 def abstract_batch(config: BertConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What `Bert.loss` takes: ids, segments, positions, targets, counts and answers if asked."""
+    """Shapes of ids, segments, positions, targets, counts, and answers if asked."""
     size, data = config.data.batch_size, config.data
     tokens = jax.ShapeDtypeStruct((size, data.sequence_length), jnp.int32)
     hidden = jax.ShapeDtypeStruct((size, data.predictions), jnp.int32)

@@ -92,7 +92,7 @@ def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConf
 
 
 def unknown_key(key: str, schema: type[RunConfig]) -> str:
-    """What to say of a key that a config does not have, with the nearest one that it has."""
+    """Describe an unknown key: its new name, or the nearest key."""
     if (today := (MOVED | REMOVED | schema.renamed).get(key)) is not None:
         return f"{key} is no longer a key of the config; set {today}"
     keys = [name for name, field in valid_keys(schema) if not section_of(field)]

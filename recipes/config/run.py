@@ -42,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "scalify_float16": {"scalify": "float16"},
     "scalify_fp8": {"scalify": "float16", "matmuls": "fp8"},
 }
-"""What `precision: NAME` stands for; the name of a policy stands for that policy alone."""
+"""Keys by the name of a preset; the name of a policy stands for that policy alone."""
 
 
 def expand_preset(precision: Any) -> Any:
@@ -116,7 +116,7 @@ class PrecisionConfig(Section):
 
     @property
     def scaled_state(self) -> bool:
-        """Whether weights or moments are kept in formats of their own."""
+        """True if weights or moments are kept in formats of their own."""
         return self.weights is not None or self.moments is not None
 
     @model_validator(mode="before")
@@ -216,7 +216,7 @@ class OptimizerConfig(Section):
 
     @property
     def adam_eps(self) -> float:
-        """What Adam adds to the root of the second moment.
+        """The epsilon of Adam.
 
         Gradients of unit-scaled models begin at size 1, far above those of a mean loss. Beside them
         1e-8 is nothing: parameters whose gradients only shrink, such as the readout's columns of
@@ -253,7 +253,7 @@ class OptimizerConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long to train and what to leave behind."""
+    """Length of training, and its outputs."""
 
     steps: Count = Field(default=1000, description="optimizer steps")
     eval_every: Count = Field(default=200, description="steps between validation losses")
@@ -272,7 +272,7 @@ class TrainConfig(Section):
 
 
 class BatchConfig(Section):
-    """How data is cut into batches, whatever it is."""
+    """Batches of any data."""
 
     batch_size: Count = Field(default=16, description="examples per step, over all processes")
     micro_batches: Count = Field(
@@ -283,12 +283,12 @@ class BatchConfig(Section):
 
     @property
     def step_size(self) -> int:
-        """What a step goes through, counted in `step_unit`."""
+        """Size of a batch, in `step_unit`."""
         return self.batch_size
 
     @property
     def step_unit(self) -> str:
-        """What speed is counted in."""
+        """Unit of `step_size`, and of speed."""
         return "examples"
 
 
@@ -328,7 +328,7 @@ class SweepConfig(Section):
 
 
 class RunConfig(Section):
-    """What every run of `recipes.train` is told, whatever it trains."""
+    """Config of a run: the keys that all recipes have."""
 
     renamed: ClassVar[dict[str, str]] = {}
     """Keys of earlier versions, and what to set in their place, beside `MOVED`."""
@@ -390,7 +390,7 @@ class RunConfig(Section):
 
     @property
     def loss_unit(self) -> str:
-        """What the loss is a mean over: it is in nats per this."""
+        """Unit of the loss, which is in nats per this."""
         return "example"
 
     @field_validator("precision", mode="after")

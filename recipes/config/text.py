@@ -13,7 +13,7 @@ from .run import BatchConfig, Count, Flag, Fraction, Positive, RunConfig, Sectio
 Positions = Literal["rope", "learned"]
 Target = Literal["query", "key", "value", "out", "gate", "up", "down"]
 TOKENIZER_FILE = "tokenizer.json"
-"""Where a run keeps its tokenizer."""
+"""File name of a run's tokenizer."""
 BYTES = 256
 """Ids of the byte tokenizer."""
 TRAINED_IDS = 8192
@@ -21,7 +21,7 @@ TRAINED_IDS = 8192
 
 
 class TokenizerConfig(Section):
-    """What turns text into ids."""
+    """The tokenizer."""
 
     kind: Literal["byte", "bpe", "wordpiece", "file"] = Field(
         default="byte", description="bytes, one trained on the text, or a tokenizer.json"
@@ -70,7 +70,7 @@ class SequenceConfig(BatchConfig):
 
 
 class DataConfig(SequenceConfig):
-    """Where the text comes from and how it is cut into batches."""
+    """The text and its batches."""
 
     path: str | None = Field(
         default=None,
@@ -150,7 +150,7 @@ def largest_id(tokenizer: Tokenizer) -> int:
 
 
 class ResidualConfig(Section):
-    """How a residual branch is weighed against the stream it joins (unitscale models)."""
+    """Weights of residual branches (unitscale models)."""
 
     scheme: Literal["fixed", "running_mean", "depth"] = Field(
         default="depth", description="how the weight tau of each residual branch is chosen"
@@ -178,7 +178,7 @@ class ResidualConfig(Section):
 
 
 class TransformerConfig(Section):
-    """What the shapes of all Transformers have.
+    """The shape of a Transformer.
 
     Attributes:
       shared: Of keys that mean less in one of the libraries, the values that it has.
@@ -432,7 +432,7 @@ class GPTModelConfig(TransformerConfig):
 
     @property
     def biases(self) -> tuple[str, ...]:
-        """Which linear layers of a plain model add a bias."""
+        """Linear layers of a plain model that add a bias."""
         return ("qkv", "out", "mlp") if self.bias else self.variant.biases
 
     @model_validator(mode="after")
@@ -446,7 +446,7 @@ class GPTModelConfig(TransformerConfig):
 
 
 class LoraConfig(Section):
-    """Which layers are updated, by products of which rank."""
+    """Low-rank updates of a decoder's linear layers."""
 
     rank: Count = Field(default=8, description="size between the two products of an update")
     alpha: Positive = Field(default=16.0, description="updates are multiplied by alpha / rank")
@@ -459,7 +459,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What the product of an update is multiplied by."""
+        """Factor of an update: alpha / rank."""
         return self.alpha / self.rank
 
 
@@ -469,11 +469,11 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 
 _FREE = "dropout", "remat", "attention_implementation"
-"""What of a model's section says nothing about its weights."""
+"""Keys of a model's section that do not change its weights."""
 
 
 class LanguageConfig(RunConfig):
-    """What every run of a Transformer on text is told."""
+    """Config of a Transformer trained on text."""
 
     data: DataConfig = Field(default_factory=DataConfig, description="the text and its batches")
     model: TransformerConfig = Field(
@@ -582,7 +582,7 @@ def filled_from(
 
 
 def _agrees(given: Any, own: Any) -> bool:
-    """Whether what a file says is what a run has; null leaves it open, as a missing key does."""
+    """Compare a value of a file with a run's; null and missing keys agree with anything."""
     if isinstance(given, dict) and isinstance(own, dict):
         return all(key in own and _agrees(given[key], own[key]) for key in given)
     return given is None or given == own

@@ -85,7 +85,7 @@ FORMATS: dict[str, dict[str, str]] = {
     "float16": {"scalify": "float16"},
     "fp8": {"scalify": "float16", "matmuls": "fp8"},
 }
-"""What a policy means for plain models: formats under scalify."""
+"""Formats under scalify by policy, for plain models."""
 
 
 def pretraining_of(init: str) -> BertConfig:
@@ -116,7 +116,7 @@ class FinetuneConfig(RunConfig):
 
     @property
     def plain(self) -> bool:
-        """Whether `init` is a Hugging Face folder (a model in standard parametrization)."""
+        """True if `init` is a Hugging Face folder (a model in standard parametrization)."""
         return (Path(self.init) / "config.json").is_file()
 
     @property

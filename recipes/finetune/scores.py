@@ -27,7 +27,7 @@ Predictions = Mapping[str, tuple[str, float]]
 
 
 def all_answered(questions: Sequence[Question]) -> bool:
-    """Whether the rules of SQuAD v1.1 apply, and not those of v2.0."""
+    """Return True if the rules of SQuAD v1.1 apply, False for those of v2.0."""
     return all(question.answers for question in questions)
 
 

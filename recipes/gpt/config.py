@@ -1,4 +1,4 @@
-"""What a GPT can be told, each key declared once, with its meaning beside it."""
+"""Config of a GPT."""
 
 from pathlib import Path
 from typing import Any, Literal, Self

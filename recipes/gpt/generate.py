@@ -70,7 +70,7 @@ def draw(logits: jax.Array, key: jax.Array, temperature: Any, top_k: int | None)
 
 
 def writes(model: nnx.Module) -> bool:
-    """Whether a model continues text: it has a cache for the tokens before."""
+    """Return True if a model can continue text: it has a key-value cache."""
     return hasattr(model, "init_cache")
 
 

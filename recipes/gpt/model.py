@@ -54,7 +54,7 @@ class GPT(nnx.Module):
     def _states(
         self, x: Any, ids: jax.Array, *, deterministic: bool, cache: Cache | None = None
     ) -> tuple[Any, Cache | None]:
-        """What the readout reads, (batch, time, width), of embedded ids, and the new cache.
+        """Compute the readout's inputs (batch, time, width) of embedded ids, and the new cache.
 
         A cache holds one document: `document_end` in `ids` separates none there.
         """
@@ -84,7 +84,7 @@ class GPT(nnx.Module):
 
 
 def same_document(ids: jax.Array, end: int) -> jax.Array:
-    """Which ids (batch, time) are of one document, which `end` ends: (batch, 1, time, time).
+    """Mask (batch, 1, time, time) of pairs of ids in one document, which `end` ends.
 
     Example:
       >>> same_document(jnp.array([[5, 0, 7]]), 0)[0, 0].astype(int).tolist()

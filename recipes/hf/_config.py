@@ -360,7 +360,7 @@ _FAMILY: dict[str, type[_Decoder]] = {
 
 
 def _usual_window(kind: str, file: Any, index: int) -> bool:
-    """Whether a layer is local if there are no `layer_types`."""
+    """Return True if a layer is local, where there are no `layer_types`."""
     if kind == "mistral":
         return file.window is not None
     if kind in ("qwen2", "qwen3"):

@@ -1,4 +1,4 @@
-"""Which parameters each tensor of a Hugging Face file holds."""
+"""Parameters by the names of tensors in Hugging Face files."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -193,5 +193,5 @@ def head_part(name: str) -> str:
 
 
 def is_unused(name: str, kind: str) -> bool:
-    """Whether a tensor outside the table is a buffer, or of an encoder's head for another task."""
+    """Return True for buffers and tensors of an encoder's heads for other tasks."""
     return bool(_BUFFER.fullmatch(name) or ("bert" in kind and _HEAD.fullmatch(name)))

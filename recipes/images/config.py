@@ -1,4 +1,4 @@
-"""What a classifier of images can be told, each key declared once, with its meaning beside it."""
+"""Config of image classification."""
 
 from typing import ClassVar, Literal, Self
 

@@ -18,7 +18,7 @@ from .precision import plain, scaled
 
 
 def formats(config: RunConfig) -> dict[str, Any]:
-    """What decides the shape of a run's state beside its model, as JSON values."""
+    """The keys that decide the format of a run's state, as JSON values."""
     precision = config.precision.model_dump(mode="json")
     return {"precision": precision, "skip_nonfinite": config.optimizer.skip_nonfinite}
 
@@ -88,5 +88,5 @@ def _carried(source: Any, target: Any) -> Any:
 
 
 def is_amax(node: Any) -> bool:
-    """Whether it is the scales of one matmul."""
+    """Return True for the scales of one matmul."""
     return isinstance(node, QuantState)

@@ -113,6 +113,6 @@ def make_optimizer(
 
 
 def _is_stacked(path: Any) -> bool:
-    """Whether the first axis of the parameter at a path is that of layers."""
+    """Return True if the first axis of the parameter at a path counts layers."""
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()

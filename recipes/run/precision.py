@@ -89,5 +89,5 @@ def _name(entry: Overflow) -> str:
 
 
 def _placed(new: Any, old: Any) -> Any:
-    """As it lay before: the compiled step takes its state from there."""
+    """Put a new array where the old one was, as the compiled step expects."""
     return new if new is old else jax.device_put(new, old.sharding)

@@ -1,4 +1,4 @@
-"""What a recipe is: a config, a model, its data, and what to say of it when it is trained.
+"""The interface of recipes: a config, a model, its data, and closing lines.
 
 A recipe is a package `recipes.<name>` with a module `config`, whose `RunConfig` says what it can
 be told, and a module `task`, which fulfils `Recipe`. `recipes.registry` lists the configs; nothing
@@ -43,7 +43,7 @@ class Recipe(Protocol):
         ...
 
     def scores(self, config: Any, data: Any, model: Any, folder: Path) -> dict[str, float]:
-        """What is measured beside the loss, by name; the folder may take what it was of."""
+        """Scores beside the loss, by name; details may be written to the folder."""
         ...
 
     def closing(self, config: Any, data: Any, model: Any, folder: Path) -> Iterator[str]:

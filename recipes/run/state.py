@@ -1,4 +1,4 @@
-"""What training changes from step to step, and how it is made and read back."""
+"""The state of training: created, restored from checkpoints, loaded for use."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -151,7 +151,7 @@ def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.Gra
 
 
 def load_checkpoint(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, Restored]:
-    """As `load_trained`, with what the checkpoint says of itself."""
+    """As `load_trained`, with the facts of the checkpoint."""
     folder = existing_run(config)
     trained = written_config(folder, type(config)).resumed
     longest, data = trained.longest, config.data

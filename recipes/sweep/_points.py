@@ -193,7 +193,7 @@ class Curve(NamedTuple):
 
 
 def read_curves(points: Sequence[Point], folder: Path) -> list[Curve]:
-    """What a folder has of points, without rates that lack a seed and points that have no rate."""
+    """Summarize points by rates that all seeds have; points without such a rate are left out."""
     runs: dict[str, dict[float, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in read_rows(folder):
         if row.loss is not None:

@@ -118,7 +118,7 @@ def _search(point: Point, folder: Path, known: Known) -> str | None:
 
 
 def missing(losses: Mapping[int, float], rates: int, rounds: int) -> list[int]:
-    """Which places of a geometric series of rates to train next; none when the search is over.
+    """Choose the next learning rates, as places in a geometric series; none at the end.
 
     Place i is the start times the factor to the power i. After the first round of `rates` places
     they are beside the end at which the loss is least; where every run diverged, at the lower end.

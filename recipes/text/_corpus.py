@@ -127,7 +127,7 @@ class Mixture(Data):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the ids."""
+        """Digest of the ids."""
         return self.corpora[0].tokenizer
 
     @property
@@ -151,7 +151,7 @@ class Mixture(Data):
         self.corpora[0].save(folder)
 
     def examples(self, *, training: bool) -> Sequence[Examples]:
-        """Those of each text, with its weight."""
+        """Digests of the texts with their weights."""
         return [
             examples._replace(weight=weight)
             for corpus, weight in zip(self.corpora, self.weights, strict=True)

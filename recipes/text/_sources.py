@@ -219,7 +219,7 @@ def _digest(path: Path) -> str:
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """Where caches are: `data.cache_dir`, or the user's cache folder (XDG_CACHE_HOME counts)."""
+    """The folder of caches: `data.cache_dir`, or the user's (XDG_CACHE_HOME counts)."""
     return Path(config.cache_dir or platformdirs.user_cache_dir("unitscale", appauthor=False))
 
 

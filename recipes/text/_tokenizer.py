@@ -188,7 +188,7 @@ def train_tokenizer(config: DataConfig) -> SubwordTokenizer:
 
 
 def _bpe(settings: TokenizerConfig, parts: Callable[[], Iterator[str]]) -> tokenizers.Tokenizer:
-    """As GPT-2's: any text goes through unchanged, because bytes are its characters."""
+    """A byte-level BPE tokenizer as GPT-2's: any text goes through unchanged."""
     inner = tokenizers.Tokenizer(models.BPE())
     if settings.lowercase:
         inner.normalizer = normalizers.Lowercase()
