@@ -72,7 +72,7 @@ def load_config(
         model, or one of another shape or tokenizer.
     """
     file = _read(_file(Path(path)))
-    if kept:
+    if kept or Path(path).name == CONFIG:  # that of a run, perhaps of an earlier version
         file = OmegaConf.create(upgrade(OmegaConf.to_container(file)))
     _expand(file)
     schema = _schema_of(file.get("recipe", "gpt"), path)

@@ -253,22 +253,18 @@ def test_runs_of_all_rates_and_seeds(kind, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "optimizer",
+    ("optimizer", "precision"),
     [
-        {"umup": False, "name": "adamw", "weight_decay": 0.1, "clip_norm": 0.5},
-        {"name": "adamw", "weight_decay": 0.1, "warmup_steps": 1, "schedule": "cosine"},
-        {
-            "name": "adamw",
-            "weight_decay": 0.1,
-            "weights": "float16",
-            "moments": ["float8_e4m3fn", "float16"],
-        },
+        ({"umup": False, "weight_decay": 0.1, "clip_norm": 0.5}, {}),
+        ({"weight_decay": 0.1, "warmup_steps": 1, "schedule": "cosine"}, {}),
+        ({"weight_decay": 0.1}, {"weights": "float16", "moments": ["float8_e4m3fn", "float16"]}),
     ],
     ids=["plain", "u-muP", "few bits"],
 )
-def test_a_rate_is_the_optimizer_s_own(optimizer, tmp_path) -> None:
+def test_a_rate_is_the_optimizer_s_own(optimizer, precision, tmp_path) -> None:
     """It moves neither the decay of u-muP nor the norm at which gradients are clipped."""
     library = "unitscale" if optimizer.get("umup", True) else "plain"
-    config = make(tmp_path, model={"library": library}, optimizer=optimizer)
+    optimizer = {"name": "adamw"} | optimizer
+    config = make(tmp_path, model={"library": library}, optimizer=optimizer, precision=precision)
     (found,) = Trials(config)([0.03], 0)
     np.testing.assert_allclose(found, alone(config, 0.03, 0), rtol=1e-5)
