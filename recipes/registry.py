@@ -22,7 +22,6 @@ from .config import (
     expand_preset,
     section_of,
     unknown_key,
-    upgrade,
     valid_keys,
 )
 from .errors import RecipeError, read_text
@@ -72,10 +71,10 @@ def load_config(
         model, or one of another shape or tokenizer.
     """
     file = _read(_file(Path(path)))
-    if kept or Path(path).name == CONFIG:  # that of a run, perhaps of an earlier version
-        file = OmegaConf.create(upgrade(OmegaConf.to_container(file)))
-    _expand(file)
     schema = _schema_of(file.get("recipe", "gpt"), path)
+    if kept or Path(path).name == CONFIG:  # that of a run, perhaps of an earlier version
+        file = OmegaConf.create(schema.upgraded(OmegaConf.to_container(file)))
+    _expand(file)
     for word in overrides:
         _override(file, word, schema)
     tree: Any = OmegaConf.to_container(file)

@@ -25,7 +25,6 @@ from .run import (
     TrainConfig as TrainConfig,
     Whole as Whole,
     expand_preset as expand_preset,
-    upgrade as upgrade,
 )
 from .text import (
     BYTES as BYTES,

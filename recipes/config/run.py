@@ -332,6 +332,8 @@ class RunConfig(Section):
 
     renamed: ClassVar[dict[str, str]] = {}
     """Keys of earlier versions, and what to set in their place, beside `MOVED`."""
+    constants: ClassVar[dict[str, Any]] = {}
+    """Keys of earlier versions that cannot be set any more, and the value that they have now."""
 
     recipe: str = Field(description="which recipe this config is of")
     name: Name = Field(
@@ -361,6 +363,32 @@ class RunConfig(Section):
     def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """The keys of a file, with what it leaves to the model that `init` names, not validated."""
         return tree
+
+    @classmethod
+    def upgraded(cls, tree: Any) -> Any:
+        """The config that a run of an earlier version has kept, with its keys of today."""
+        if not isinstance(tree, dict) or "precision" in tree:
+            return tree
+        tree = {k: dict(value) if isinstance(value, dict) else value for k, value in tree.items()}
+
+        def holder_of(key: str) -> tuple[dict[str, Any], str]:
+            section, _, name = key.rpartition(".")
+            holder = tree.get(section) if section else tree
+            return holder if isinstance(holder, dict) else {}, name
+
+        precision = {"matmuls": "fp8"} if (tree.get("scalify") or {}).get("products") else {}
+        for old, new in MOVED.items():
+            holder, name = holder_of(old)
+            if (value := holder.pop(name, None)) is not None:
+                precision.setdefault(new.removeprefix("precision."), value)
+        for key in ("scalify", "monitor", "optimizer.loss_scale_interval"):
+            holder, name = holder_of(key)
+            holder.pop(name, None)
+        for key, value in cls.constants.items():
+            holder, name = holder_of(key)
+            if name in holder and holder[name] == value:
+                del holder[name]
+        return tree | {"precision": precision}
 
     @property
     def settled(self) -> Self:
@@ -461,23 +489,3 @@ REMOVED = {
     "optimizer.loss_scale_interval": "precision.loss_scale dynamic, which doubles after 2000 steps",
 }
 """Keys of earlier versions that are gone, and what to set in their place."""
-
-
-def upgrade(tree: Any) -> Any:
-    """The config that a run of an earlier version has kept, with its keys of today."""
-    if not isinstance(tree, dict) or "precision" in tree:
-        return tree
-    tree = {key: dict(value) if isinstance(value, dict) else value for key, value in tree.items()}
-    precision = {}
-    scalify = tree.get("scalify") or {}
-    if scalify.get("products"):
-        precision["matmuls"] = "fp8"
-    for old, new in MOVED.items():
-        section, _, key = old.rpartition(".")
-        holder = tree.get(section) if section else tree
-        if isinstance(holder, dict) and key in holder and (value := holder.pop(key)) is not None:
-            precision.setdefault(new.removeprefix("precision."), value)
-    for section in ("scalify", "monitor"):
-        tree.pop(section, None)
-    tree.get("optimizer", {}).pop("loss_scale_interval", None)
-    return tree | {"precision": precision}

@@ -1,7 +1,7 @@
 """The configuration of fine-tuning."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, Strict, model_validator
 
@@ -95,6 +95,16 @@ def pretraining_of(init: str) -> BertConfig:
 
 class FinetuneConfig(RunConfig):
     """The configuration of a fine-tuning run."""
+
+    constants: ClassVar[dict[str, Any]] = {
+        "data.format": None,
+        "squad.version": None,
+        "squad.stride": None,
+        "squad.n_best": 20,
+        "squad.max_answer_length": 30,
+        "squad.no_answer_threshold": 0.0,
+        "classification.labels": None,
+    }
 
     recipe: Literal["finetune"] = Field(description="which recipe this config is of")
     init: str = Field(

@@ -13,7 +13,7 @@ from unitscale import to_array
 from unitscale.optim import ScaledTransformation, convert_state
 from unitscale.quant import QuantState
 
-from ..config import PrecisionConfig, RunConfig, upgrade
+from ..config import PrecisionConfig, RunConfig
 from .precision import plain, scaled
 
 
@@ -35,7 +35,7 @@ def with_formats(config: RunConfig, facts: dict[str, Any]) -> RunConfig:
         skips = optimizer.pop("skip_nonfinite")
         unknown = {"matmuls", "frozen", "loss_scale", "monitor", "rebalance"}
         own = config.precision.model_dump(include=unknown)
-        found = upgrade(saved | {"optimizer": optimizer})["precision"]
+        found = config.upgraded(saved | {"optimizer": optimizer})["precision"]
         saved = {"precision": own | found, "skip_nonfinite": skips}
     precision = PrecisionConfig.model_validate(saved["precision"])
     optimizer = config.optimizer.model_copy(update={"skip_nonfinite": saved["skip_nonfinite"]})

@@ -9,7 +9,7 @@ import filelock
 import yaml
 from pydantic import ValidationError
 
-from ..config import FORMAT_KEYS, RunConfig, upgrade
+from ..config import FORMAT_KEYS, RunConfig
 from ..errors import RecipeError, refused, write_whole
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -140,7 +140,7 @@ def _changes(
     if not isinstance(old, dict):
         raise RecipeError(f"{path} is damaged; change name, or use --fresh to move it aside")
     with contextlib.suppress(ValidationError):  # fills in the defaults of newer keys
-        old = type(config).model_validate(upgrade(old)).model_dump()
+        old = type(config).model_validate(config.upgraded(old)).model_dump()
     before, after = flatten(old), flatten(config.model_dump())
     return {
         key: f"{before.get(key)} -> {after.get(key)}"
@@ -179,7 +179,7 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
                 f"{path}: expected a run of recipe {', '.join(wanted)}; got one of {name}; name "
                 "the folder of such a run"
             )
-        return kind.model_validate(upgrade(tree))
+        return kind.model_validate(kind.upgraded(tree))
     except (OSError, yaml.YAMLError, ValidationError) as error:
         raise RecipeError(
             f"{path}: expected the config of a run of {kind.__name__}; got: {error}; name the "

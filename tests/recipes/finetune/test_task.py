@@ -20,6 +20,7 @@ from recipes.finetune import task as task_module
 from recipes.finetune.config import FinetuneConfig, pretraining_of
 from recipes.finetune.task import abstract_batch, build, load_data, scores
 from recipes.hf import Bert, load
+from recipes.registry import load_config
 from recipes.run.evaluate import SCORES
 from recipes.run.state import init_state, load_trained
 from unitscale import to_array
@@ -59,6 +60,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finetune")
     write_tasks(folder, write_run(folder))
     return folder
+
+
+def test_the_config_of_an_earlier_version_is_read(folder: Path, tmp_path: Path) -> None:
+    """A key that is gone may have the value that is a constant now, and no other."""
+    config = load_config(folder / "squad.yaml", ["precision=fp8"])
+    tree = config.model_dump(mode="json")
+    del tree["precision"]
+    tree |= {"policy": "fp8", "scalify": None, "monitor": None}
+    tree["data"]["format"] = tree["classification"]["labels"] = None
+    tree["squad"] |= {"version": None, "stride": None, "n_best": 20, "max_answer_length": 30}
+    tree["squad"]["no_answer_threshold"] = 0.0
+    kept = tmp_path / "config.yaml"
+    kept.write_text(yaml.safe_dump(tree), "utf-8")
+    assert load_config(kept, kept=True) == config
+    tree["squad"]["n_best"] = 5
+    kept.write_text(yaml.safe_dump(tree), "utf-8")
+    with pytest.raises(RecipeError, match=r"squad\.n_best is not a key"):
+        load_config(kept, kept=True)
 
 
 def trained_parameters(config: FinetuneConfig) -> dict[str, tuple[np.ndarray, np.ndarray]]:
