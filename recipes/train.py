@@ -160,14 +160,7 @@ class _Run:
         self.schedule = make_schedule(config.optimizer, config.train.steps)
         self.batches: Batches = data.training(config.seed, **share(self.mesh))
         self.checkpoints = Checkpoints(folder, keep=config.train.keep)
-        self.train_step = make_train_step(
-            self.graphdef,
-            optimizer,
-            config.precision,
-            settings=config.optimizer,
-            mesh=self.mesh,
-            micro_batches=config.data.micro_batches,
-        )
+        self.train_step = make_train_step(self.graphdef, optimizer, config, mesh=self.mesh)
         self.evaluate = make_evaluation(self.graphdef, config.precision, mesh=self.mesh)
         self.speeds: list[float] = []  # between log lines
 

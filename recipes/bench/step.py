@@ -242,7 +242,7 @@ def random_batch(config: GPTConfig, seed: int = 0) -> np.ndarray:
 def train_step(config: RunConfig) -> tuple[Any, Any]:
     """The step of `recipes.train`, and the state before the first one."""
     graphdef, optimizer, state = init_state(config)
-    return make_train_step(graphdef, optimizer, config.precision, settings=config.optimizer), state
+    return make_train_step(graphdef, optimizer, config), state
 
 
 def compile_times(config: RunConfig) -> tuple[float, float, jax.stages.Compiled]:

@@ -19,7 +19,7 @@ from unitscale.optim import ScaledTransformation
 from unitscale.parallel import all_reduce, batch_axes
 
 from ..batches import loss_inputs
-from ..config import OptimizerConfig, PrecisionConfig, RunConfig
+from ..config import PrecisionConfig, RunConfig
 from .convert import is_amax
 from .precision import fed, plain, scalified
 from .recipe import recipe_of
@@ -32,22 +32,19 @@ OPTIMIZER = "optimizer"
 def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
-    precision: PrecisionConfig | None = None,
+    config: RunConfig | None = None,
     *,
-    settings: OptimizerConfig | None = None,
     mesh: Mesh | None = None,
-    micro_batches: int = 1,
 ):
     """The compiled step `(state, batch, index) -> (state, metrics)`.
 
     Args:
       graphdef: Of a model of `recipes.run.recipe`.
       optimizer: Of its parameters.
-      precision: Whether the step runs under `unitscale.scalify`, the loss scale, and the format in
-        which devices exchange gradients (null leaves that to XLA).
-      settings: What they say of steps that are not finite; the rest is the optimizer's.
+      config: Of the run; None for the defaults. It says whether the step runs under
+        `unitscale.scalify`, the loss scale, the format in which devices exchange gradients, the
+        number of micro-batches, and how many steps that are not finite may be left out.
       mesh: The devices that exchange gradients in a format of their own.
-      micro_batches: Parts of the batch whose gradients are accumulated.
 
     Returns:
       A function of a `TrainState`, whose memory is reused, a batch (see `loss_inputs`), and
@@ -55,8 +52,9 @@ def make_train_step(
       not finite, the state comes back as it went in; of a step that is left out it comes back with
       the step counted.
     """
-    precision = PrecisionConfig() if precision is None else precision
-    settings = OptimizerConfig() if settings is None else settings
+    precision = PrecisionConfig() if config is None else config.precision
+    micro_batches = 1 if config is None else config.data.micro_batches
+    tolerated_in_a_row = 0 if config is None else config.optimizer.skip_nonfinite
 
     def loss_and_rest(params, amax, rest, batch, scale):
         model = nnx.merge(graphdef, params, amax, rest, copy=True)
@@ -112,7 +110,7 @@ def make_train_step(
         elif skips is not None:
             left_out = Skips(skips.total + 1, skips.in_a_row + 1)
             counted = state._replace(step=state.step + 1, skips=left_out)
-            tolerated = skips.in_a_row < settings.skip_nonfinite
+            tolerated = skips.in_a_row < tolerated_in_a_row
             kept = _select(due & ~finite & tolerated, counted, state)
             skips = skips._replace(in_a_row=jnp.zeros_like(skips.in_a_row))
         fresh = TrainState(params, rest, opt_state, state.step + 1, auto, skips, follows)
@@ -240,11 +238,5 @@ def abstract_step(config: RunConfig) -> tuple[nnx.GraphDef, Any, tuple[Any, ...]
 
     state, batch = jax.eval_shape(begin), recipe_of(config).abstract_batch(config)
     graphdef, optimizer = made
-    step = make_train_step(
-        graphdef,
-        optimizer,
-        config.precision,
-        settings=config.optimizer,
-        micro_batches=config.data.micro_batches,
-    )
+    step = make_train_step(graphdef, optimizer, config)
     return graphdef, step, (state, batch, jax.ShapeDtypeStruct((), jnp.int32))

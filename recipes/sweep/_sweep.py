@@ -159,7 +159,7 @@ class Trials:
                 update={"optimizer": settings.model_copy(update={"learning_rate": rate})}
             )
             optimizer = make_optimizer(own, params)
-            train_step = make_train_step(graphdef, optimizer, config.precision, settings=settings)
+            train_step = make_train_step(graphdef, optimizer, config)
             return train_step(state, batch, index)[0]
 
         self._step = jax.jit(jax.vmap(step, (0, 0, None, None)), donate_argnums=0)

@@ -45,7 +45,7 @@ def make(tmp_path: Path) -> MakeConfig:
 def first_step(config: ImagesConfig) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
     """The step of a config, the state before it, and a batch."""
     graphdef, optimizer, state = init_state(config)
-    step = make_train_step(graphdef, optimizer, config.precision)
+    step = make_train_step(graphdef, optimizer, config)
     return step, state, next(task.load_data(config).training(0))
 
 

@@ -141,7 +141,7 @@ def test_shares_are_metrics_and_move_scales_only_if_asked(make_config: MakeConfi
 def steps(config: GPTConfig, state: TrainState, count: int) -> list[TrainState]:
     """The states of a run, from the one before the first step."""
     graphdef, optimizer, _ = init_state(config)
-    step = make_train_step(graphdef, optimizer, config.precision, settings=config.optimizer)
+    step = make_train_step(graphdef, optimizer, config)
     states = [state]
     for index in range(count):
         state, _ = step(jax.tree.map(jnp.copy, states[-1]), BATCH, np.int32(index))
@@ -194,7 +194,7 @@ def test_losses_under_scalify_follow_the_plain_program(make_config: MakeConfig) 
     def losses(*words: str) -> list[float]:
         config = make_config("model.dropout=0.0", *words)
         graphdef, optimizer, state = init_state(config)
-        step, batch = make_train_step(graphdef, optimizer, config.precision), batch_of(config)
+        step, batch = make_train_step(graphdef, optimizer, config), batch_of(config)
         found = []
         for index in range(4):
             state, values = step(state, batch, np.int32(index))

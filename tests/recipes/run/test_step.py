@@ -45,7 +45,7 @@ def tolerant(tmp_path_factory: pytest.TempPathFactory):
     graphdef, optimizer, state = init_state(config)
     table = state.params["embed"]["embedding"]
     table[...] = table[...].at[2].set(jnp.inf)
-    return make_train_step(graphdef, optimizer, settings=config.optimizer), state
+    return make_train_step(graphdef, optimizer, config), state
 
 
 def run(tolerant, batches: list[np.ndarray]) -> list[TrainState]:
@@ -90,7 +90,7 @@ def test_the_state_is_replaced_in_place(make_config: MakeConfig, words: tuple[st
     mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES]) if config.mesh else None
     graphdef, optimizer, state = init_state(config)
     state = place(state, mesh)
-    step = make_train_step(graphdef, optimizer, config.precision, mesh=mesh)
+    step = make_train_step(graphdef, optimizer, config, mesh=mesh)
     batch = place_batch(np.ones((config.data.batch_size, 17), np.int32), mesh)
     program = on_mesh(step, state, mesh).lower(state, batch, np.int32(0)).compile()
     memory = program.memory_analysis()
@@ -102,7 +102,7 @@ def exchange(config: GPTConfig, steps: int = 4) -> tuple[list[float], TrainState
     graphdef, optimizer, state = init_state(config)
     state = place(state, mesh)
     assert config.mesh is not None
-    step = make_train_step(graphdef, optimizer, config.precision, mesh=mesh)
+    step = make_train_step(graphdef, optimizer, config, mesh=mesh)
     step, losses = on_mesh(step, state, mesh), []
     random = np.random.default_rng(0)
     for index in range(steps):
@@ -168,7 +168,7 @@ def test_dropout_differs_between_devices(make_config: MakeConfig, words: tuple[s
     row = np.random.default_rng(0).integers(0, 99, (1, 17)).astype(np.int32)
     losses = []
     for rows, shown in ((4, mesh), (1, make_mesh({"data": 1}, devices=jax.devices()[:1]))):
-        step = make_train_step(graphdef, optimizer, config.precision, mesh=shown)
+        step = make_train_step(graphdef, optimizer, config, mesh=shown)
         batch = place_batch(np.repeat(row, rows, 0), shown)
         placed = place(jax.tree.map(jnp.copy, state), shown)
         after, values = on_mesh(step, placed, shown)(placed, batch, np.int32(0))
@@ -206,9 +206,9 @@ def test_micro_batches_make_the_step_of_the_whole_batch(
     ids = np.random.default_rng(0).integers(0, 99, (8, 17)).astype(np.int32)
     taken = []
     for parts in (1, 4):
-        config = make_config(*settings)
+        config = make_config(*settings, f"data.micro_batches={parts}")
         graphdef, optimizer, state = init_state(config)
-        step = make_train_step(graphdef, optimizer, config.precision, micro_batches=parts)
+        step = make_train_step(graphdef, optimizer, config)
         begun = jax.tree.map(np.asarray, state.params)
         state, values = step(state, ids, np.int32(0))
         taken.append((state, values))

@@ -227,7 +227,7 @@ def alone(config: RunConfig, rate: float, seed: int) -> float:
     config = config.model_copy(update={"seed": seed, "optimizer": optimizer})
     graphdef, rule, state = init_state(config)
     data, steps = recipe_of(config).load_data(config), config.train.steps
-    step = make_train_step(graphdef, rule, settings=config.optimizer)
+    step = make_train_step(graphdef, rule, config)
     state = advance(step, state, data.training(seed), 0, steps)
     batches = data.validation(config.train.eval_batches)
     return mean_loss(make_evaluation(graphdef), state.params, state.rest, batches)
