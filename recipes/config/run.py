@@ -421,13 +421,6 @@ class RunConfig(Section):
         """Unit of the loss, which is in nats per this."""
         return "example"
 
-    @field_validator("precision", mode="after")
-    @classmethod
-    def _frozen_needs_lora(cls, precision: PrecisionConfig) -> PrecisionConfig:
-        if precision.frozen and "lora" not in cls.model_fields:
-            raise ValueError("frozen is for LoRA, which recipe gpt has; set frozen null")
-        return precision
-
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         if self.optimizer.warmup_steps >= self.train.steps:
@@ -439,6 +432,12 @@ class RunConfig(Section):
             raise ValueError(
                 "precision.loss_scale dynamic leaves out steps that are not finite itself; got "
                 f"optimizer.skip_nonfinite {self.optimizer.skip_nonfinite}; set it 0"
+            )
+        frozen = self.precision.frozen
+        if frozen and (getattr(self, "lora", None) is None or self.precision.scalify):
+            raise ValueError(
+                "precision.frozen needs lora, whose frozen weights it is the format of, and "
+                f"precision.scalify null; got {frozen}; set it null"
             )
         if self.precision.exchange is not None and self.mesh is None:
             raise ValueError(

@@ -91,11 +91,6 @@ class GPTConfig(LanguageConfig):
                 "lora needs init, the Hugging Face folder whose model it updates; got "
                 f"{self.init}; set init"
             )
-        if precision.frozen and (self.lora is None or precision.scalify):
-            raise ValueError(
-                "precision.frozen needs lora, whose frozen weights it is the format of, and "
-                f"precision.scalify null; got {precision.frozen}; set it null"
-            )
         if plain and self.optimizer.umup:
             raise ValueError(
                 "optimizer.umup needs model.library unitscale; got model.library plain; "
