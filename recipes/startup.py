@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 
-# Of malloc.h: nothing returned at the end of the heap, one heap for all threads, no blocks of mmap.
+# malloc.h: return nothing at the end of the heap, one heap for all threads, no blocks of mmap.
 _SETTINGS = {"M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0)}
 
 

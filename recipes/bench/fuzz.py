@@ -155,7 +155,7 @@ class _PlainOps:
         return lambda *args, **kwargs: to_array(getattr(ops, name)(*args, **kwargs))
 
 
-# What a program may call, on plain arrays and on ScaledArrays.
+# Names in programs on plain arrays, and on ScaledArrays.
 PLAIN = {"jax": jax, "jnp": jnp, "lax": lax, "newton": _newton, "parts": _parts}
 SCALED = PLAIN | {"ops": ops, "q8": _q8, "product": _product}
 SCALED["step"] = functools.partial(_step, scaled=True)

@@ -494,7 +494,7 @@ class LanguageConfig(RunConfig):
         if own.kind != "byte":
             folder = Path(self.train.runs_dir) / self.name
             tokenizer = {"kind": "file", "path": str(folder / TOKENIZER_FILE)}
-        # Of a tokenizer that was trained there is the file now.
+        # The run has trained this tokenizer: its file takes the place of the keys.
         data = tree.get("data")
         if isinstance(data, dict) and _agrees(data.get("tokenizer"), own.model_dump(mode="json")):
             tree = tree | {"data": {key: data[key] for key in data if key != "tokenizer"}}

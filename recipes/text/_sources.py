@@ -152,7 +152,7 @@ def _rows(path: Path, kind: str, config: DataConfig) -> Iterator[str]:
             f"data.path: reading {path} needs the package {error.name}, which is not installed; "
             "pip install 'unitscale[hf]'"
         ) from error
-    # Of pyarrow's errors, those of what is not there or wrong are Python's.
+    # pyarrow raises Python's own errors for files that are missing or damaged.
     except (OSError, ValueError, KeyError, NotImplementedError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise RecipeError(

@@ -250,7 +250,7 @@ def test_a_scan_has_constants_then_what_it_carries(carried: int) -> None:
 
 
 def test_operators_of_arrays_leave_the_answer_to_a_scaled_array() -> None:
-    """Of those that it has; the others, and functions, take its value."""
+    """Operators that ScaledArray has keep the scale; others, and functions, take its value."""
     array, x = jnp.asarray([3.0, 5.0]), ScaledArray(jnp.ones(2), 2.0)
     for op in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow):
         for found in (op(array, x), jax.jit(op)(array, x)):

@@ -362,7 +362,7 @@ def test_stochastic_float64() -> None:
 
 
 class TestFloat8:
-    """What a CPU does on bits is what other platforms do by their own instructions."""
+    """The bit arithmetic of CPUs gives the results of other platforms' own instructions."""
 
     @pytest.mark.parametrize("dtype", FP8)
     def test_every_number_decodes_to_itself_and_back(self, dtype: str) -> None:
@@ -410,7 +410,7 @@ class TestNoise:
         ]
         assert np.all(abs(signs[0].mean(1)) < 5 / self.SIZE**0.5)
         for other in signs[1:]:
-            # Of a thousand, the largest is expected at 3.3 standard deviations.
+            # The largest of a thousand is expected at 3.3 standard deviations.
             assert np.max(abs(signs[0] @ other.T / self.SIZE)) < 5.5 / self.SIZE**0.5
         assert len(np.unique(words)) == self.SIZE
         counts = np.bincount(words & 255, minlength=256)

@@ -227,7 +227,7 @@ def test_a_calibrated_model_computes_the_same(dtype) -> None:
     assert stored == {"float8_e4m3fn", "float32"}
     kept = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     assert kept == {("up", "bias"), ("mix", "bias"), ("head", "kernel"), ("head", "bias")}
-    # What is static stays so.
+    # Static attributes do not change.
     before = nnx.graphdef(model)
     with pytest.raises(ValueError, match="the weight of attend is stored in FP8"):
         restore(model)
@@ -324,7 +324,7 @@ def test_layers_that_cannot_be_converted() -> None:
     ],
 )
 def test_mistakes_change_nothing(rules, scales, message: str) -> None:
-    """Of rules without scales; of scales to serve a model that the rules have converted."""
+    """Rules without scales, or scales to serve a model that the rules have converted."""
     model = Served()
     if scales is not None and rules is not None:
         convert(model, rules)

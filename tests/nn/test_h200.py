@@ -220,7 +220,7 @@ def test_converted_layers_are_fp8_kernels(preset: str) -> None:
 
 
 def test_a_step_takes_less_memory_than_in_bfloat16() -> None:
-    """Of 18 bytes per token and width that wait for the backward FP8 saves 5.
+    """FP8 saves 5 of the 18 bytes per token and width that wait for the backward pass.
 
     Transposed copies that stayed would cost 5.
     """

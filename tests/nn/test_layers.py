@@ -265,7 +265,7 @@ def test_a_step_under_debug_nans_makes_none_and_copies_go_on_alike() -> None:
     with jax.debug_nans(True), jax.numpy_dtype_promotion("strict"):
         assert np.isfinite(run(model, optimizer))
         other = copy.deepcopy((model, optimizer))
-        # Of an optimizer the state: the functions of an optax transformation cannot be pickled.
+        # The state alone of an optimizer: functions of optax transformations cannot be pickled.
         kept = model, nnx.state(model), nnx.state(optimizer)
         again, *states = pickle.loads(pickle.dumps(kept))
         assert nnx.graphdef(again) == nnx.graphdef(model)

@@ -148,7 +148,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
 
 
 def on_explicit_axes(run: Callable[..., Any]) -> tuple[Any, Any]:
-    """What ``run(x)`` returns on a mesh whose axes are part of types, and on one device."""
+    """The results of ``run(x)`` on a mesh with explicit axes, and on one device."""
     with jax.set_mesh(explicit_mesh(data=2, model=2)):
         found = run(jax.device_put(X, P("data")))
     return found, run(jnp.asarray(X))

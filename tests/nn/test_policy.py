@@ -82,7 +82,7 @@ def test_a_quantized_readout(name: str, tied: bool) -> None:
     assert ("f8_e5m2[2,6]" in text) == (name != "mxfp8")
     if name == "fp8_delayed":
         return
-    # Of gradients alone: logits and loss are those of the policy as it was.
+    # With gradients_only, logits and loss are those of the policy as it was.
     gradients = was.with_quantized_readout(gradients_only=True)
     assert gradients.matmul_for("readout") is None
     loss, logits, text = readout_program(gradients, tied)

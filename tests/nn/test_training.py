@@ -180,7 +180,7 @@ def test_scales_of_experts_in_a_scan_over_layers_and_accumulated() -> None:
     for path, state in found.items():
         each = [one_by_one[path.replace("layers.", f"layers.{i}.", 1)] for i in range(2)]
         assert np.all(state.counts[..., 1] > 0), path
-        # What rounds the other way may move an amax beyond a power of two.
+        # A value that rounds the other way may move an amax beyond a power of two.
         ratio = np.stack([own.scale for own in each]) / np.asarray(state.scale)
         assert set(np.unique(ratio)) <= {0.5, 1.0, 2.0}, path
     up = found["layers.mlp.experts.up.amax"].scale[:, 1]
@@ -362,7 +362,7 @@ def test_gradients_are_those_of_plain_parameters() -> None:
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=3e-4)
-    # What the model counts goes on, and its weights are stored as they were.
+    # The counter of the model goes on, and its weights are stored as they were.
     assert int(model.calls.get_value()) == 1
     assert model.first.kernel.get_value().dtype == jnp.float16
     assert float(model.first.kernel.get_value().scale) == 2.0**7

@@ -122,7 +122,7 @@ for tau in (0.1, 3.0):
 for window, step in ((1, 2), (3, 2), (5, 3)):
     up, shapes = free(ops.conv_transpose, strides=step), [(2, 64, 8), (window, 8, 16)]
     TABLE[f"conv_transpose of {window} by {step}"] = up, shapes, {"bias": window / 64}
-# Of windows of 2 at strides of 1, an entry at the border is in one, every other in two.
+# With windows of 2 and strides of 1, an entry at the border is in one, every other in two.
 for step, size, bias in ((1, 64, 2 / 64), (2, 64, 0), (3, 60, 0)):
     pool = free(ops.avg_pool, window_shape=(2, 2), strides=(step, step))
     TABLE[f"avg_pool by {step}"] = pool, [(size, size, 2)], {"bias": bias}
@@ -194,7 +194,7 @@ def entropy(x: Any, w: Any, *args: Any, **options: Any) -> Any:
     return ops.softmax_cross_entropy(ops.dense(x, w), *args, **options)
 
 
-# Of a weight: op, the same function in plain JAX, two inputs, and the shape of the weight.
+# Functions of a weight: op, the same in plain JAX, two inputs, and the shape of the weight.
 LAYERS: dict[str, tuple[Any, Any, Any, Any, tuple[int, ...]]] = {
     "dense": (ops.dense, plain_dense, FEW, MANY, (8, 16)),
     "einsum": (lambda x, w: ops.einsum("bi,io->bo", x, w), plain_dense, FEW, MANY, (8, 16)),

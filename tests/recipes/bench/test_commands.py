@@ -269,13 +269,13 @@ RIGHT = [
     program("control", "lax.scan(lambda c, v: (c * 0.5 + v, c), i0[0], i0)[1]"),
     # An optimizer computes in float32.
     program("optim", "step('adagrad', i0, i0)", i0=ONES._replace(data=np.float64([[0.1, 0.7]]))),
-    # What is rounded to 8 bits may lie on either side of what was not.
+    # A value rounded to 8 bits may lie on either side of the original.
     program("quant", "q8(i0, 'e5m2')", "v0 > i0", i0=ONES._replace(data=np.float16([1.2041]))),
     # The magnitude of complex numbers is rounded.
     program("scalify", "jnp.abs(jnp.fft.fft(i0))", "jnp.minimum(v0, i0)", i0=EIGHT),
     # E4M3 has no infinity.
     program("quant", "q8(i0)", "v0 + 1", i0=ONES._replace(data=np.float32([0.0, np.inf]))),
-    # Of NaN times what is no maximum the compiler makes zero.
+    # The compiler makes zero of NaN times a mask that is false.
     program("control", "i0.max(-1)", i0=ONES._replace(data=np.float32([[np.nan, 1.0]]))),
 ]
 SLOW = [pytest.param(tried, marks=pytest.mark.slow) for tried in RIGHT[2:]]

@@ -292,7 +292,7 @@ def test_yarn(given: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("context", "share"), [(6, 1 / 8), (2, 1.0)])
 def test_a_yarn_band_of_no_width(context: int, share: float) -> None:
-    """Of contexts that no pair turns in, as `transformers` has it: the first pair is kept."""
+    """No pair turns in these contexts: the first is kept, as in `transformers`."""
     rope = RopeConfig(base=10.0, scaling="yarn", factor=8.0, context=context)
     found = frequencies(8, rope) / frequencies(8, RopeConfig(base=10.0))
     np.testing.assert_allclose(found, [1, share, share, share], rtol=1e-6)

@@ -196,7 +196,7 @@ def test_one_process(make_config: Callable[..., GPTConfig]) -> None:
 def test_two_processes(
     make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the other process would say is made up."""
+    """The words of the other process are made up."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     other: list[str] = []
     monkeypatch.setattr(processes, "all_texts", lambda text: [text, *other])

@@ -183,7 +183,7 @@ def test_errors_of_the_command(tmp_path, capsys) -> None:
 @settings(max_examples=30)
 @given(best=st.integers(-9, 9), rates=st.integers(3, 6), known=st.sets(st.integers(-9, 9)))
 def test_the_best_rate_is_found_and_bracketed_wherever_it_is(best, rates, known) -> None:
-    """Whatever is known before, nothing is trained twice or far beyond the best."""
+    """No rate is trained twice or far beyond the best, from any known losses."""
 
     def loss(place: int) -> float:
         # Above the best the loss soon diverges, as it does with learning rates.
