@@ -218,6 +218,8 @@ def test_what_was_traced_inside_is_not_used_outside() -> None:
     np.testing.assert_array_equal(larger, np.full((4, 2, 2), 0.25))
     np.testing.assert_array_equal(each(w, x), plain)
     assert (global_batch_size(3), global_batch_size(0)) == (3, 1)
+    with batch_over((4, 2)):  # micro-batches of micro-batches
+        assert (global_batch_size(3), num_batch_shards(jnp.ones(3))) == (24, 8)
 
 
 @pytest.mark.parametrize("items", [0, -1, 2.0, True, None])
