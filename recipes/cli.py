@@ -1,8 +1,4 @@
-"""The command line: `python -m recipes train|finetune|evaluate|generate|describe|sweep|bench`.
-
-What a user can put right is one message on standard error and exit code 2 (or 1 where a run
-failed); `--traceback` shows where it came from.
-"""
+"""The command line; an error that a user can put right is one message and exit code 2 or 1."""
 
 import importlib
 import sys
@@ -16,8 +12,8 @@ from .bench import BENCHMARKS, ELSEWHERE
 from .config import RunConfig
 from .errors import RecipeError, complain, told_by
 from .registry import load_config
-from .run.folder import CONFIG, is_run
-from .startup import start_process
+from .run.folder import CONFIG, is_run, run_folder, saved_steps
+from .run.pool import start_process
 
 app = typer.Typer(
     help="Train and use the models of unitscale.",
@@ -40,17 +36,17 @@ TrainedPath = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
 ]
+Fresh = Annotated[bool, typer.Option(help="move an earlier run or sweep of this name aside")]
 Convert = Annotated[
     bool, typer.Option(help="resume in the number formats of this config, whatever they were")
 ]
-_TRACEBACK = "--traceback"
 
 
 @app.command()
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
+    fresh: Fresh = False,
     convert: Convert = False,
     coordinator: Annotated[
         str | None,
@@ -81,27 +77,32 @@ def train(
 def finetune(
     config: ConfigPath,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside")] = False,
+    fresh: Fresh = False,
     convert: Convert = False,
 ) -> None:
     """Fine-tune a pretrained model on a task, and score it: `train`, where init is asked for."""
     settings = load_config(config, overrides or ())
     if not getattr(settings, "init", None):
         raise RecipeError(
-            f"init: expected a pretrained model to tune; got none in {config}; add init=FOLDER, or "
-            "train without one by `train`"
+            f"init: expected a pretrained model to tune; got none in {config}; add init=FOLDER"
         )
     _train(settings, fresh, convert)
 
 
 def _train(settings: RunConfig, fresh: bool, convert: bool, *processes: Any) -> None:
     """Trains a run, in the processes that are told, or those of the environment."""
-    # Imported after the config is known to be right: this imports JAX.
-    from .run.processes import Processes, joined
-    from .train import train as train_run
+    try:
+        # Imported after the config is known to be right: this imports JAX.
+        from .run.processes import joined
+        from .train import train as train_run
 
-    with joined(Processes(*processes)):
-        outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
+        with joined(*processes):
+            outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
+    except KeyboardInterrupt:  # outside of the loop, which saves what it has done
+        *_, step = 0, *saved_steps(run_folder(settings))
+        kept = f"the checkpoint of step {step} is kept" if step else "nothing was trained yet"
+        _warn(f"stopped: {kept}; run the same command to go on")
+        raise typer.Exit(130) from None
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
 
@@ -112,7 +113,7 @@ def sweep(
         list[str], typer.Argument(metavar="CONFIG... [KEY=VALUE]...", help="YAML files, overrides")
     ],
     jobs: Annotated[int, typer.Option(min=1, help="points trained at the same time")] = 1,
-    fresh: Annotated[bool, typer.Option(help="move earlier sweeps of these names aside")] = False,
+    fresh: Fresh = False,
 ) -> None:
     """Train every point of a grid at its best learning rate; the same command continues."""
     overrides = [word for word in words if "=" in word]
@@ -132,7 +133,7 @@ def sweep(
 def evaluate(config: TrainedPath, overrides: Overrides = None) -> None:
     """Print the loss of a trained model over its validation data, in whole batches, and scores."""
     settings = _settings(config, overrides)
-    from .run.evaluate import evaluate as evaluate_run
+    from .trained import evaluate as evaluate_run
 
     for line in evaluate_run(settings, _warn):
         typer.echo(line)
@@ -156,21 +157,15 @@ def generate(
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model, or with the decoder of a Hugging Face folder."""
-    if not Path(config).is_dir() or is_run(config):
-        for option, given in {"--adapter": adapter is not None, "--chat": chat}.items():
-            if given:
-                raise RecipeError(
-                    f"{option}: expected a Hugging Face folder; got {config}; name the folder, or "
-                    f"leave out {option}"
-                )
+    is_ours = not Path(config).is_dir() or is_run(config)
+    if (adapter is not None or chat) if is_ours else overrides:
+        need = "--adapter and --chat need a Hugging Face folder, and overrides a config"
+        raise RecipeError(f"generate: {need}; got {config}; leave them out")
+    if is_ours:
         settings = _settings(config, overrides)
         from .trained import open_run
 
         writer = open_run(settings, _warn)
-    elif overrides:
-        raise RecipeError(
-            f"override {overrides[0]!r}: expected none, as {config} is a folder; remove it"
-        )
     else:
         from .hf import chat_prompt
         from .trained import open_folder
@@ -200,15 +195,12 @@ def export(
     config: TrainedPath,
     path: Annotated[Path, typer.Argument(metavar="FILE", help="a .safetensors file to write")],
     overrides: Overrides = None,
-    fp8: Annotated[
-        bool, typer.Option("--fp8", help="store linear layers of flax.nnx in FP8")
-    ] = False,
 ) -> None:
     """Write the arrays of a trained model to a safetensors file."""
     settings = _settings(config, overrides)
     from .trained import export as export_run
 
-    typer.echo(export_run(settings, path, _warn, fp8=fp8))
+    typer.echo(export_run(settings, path, _warn))
 
 
 @app.command()
@@ -220,11 +212,8 @@ def merge(
     """Add a LoRA adapter to the weights of a Hugging Face folder, and write such a folder."""
     from .hf import load, save
 
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RecipeError(
-            f"OUTPUT: expected a new folder; got {path}, in which files would be replaced; name "
-            "another"
-        )
+    if path.exists():
+        raise RecipeError(f"OUTPUT: expected a new folder; got {path}, which exists; name another")
     save(load(folder, "lm", adapter=adapter), path)
     typer.echo(f"{folder} with {adapter} is in {path}")
 
@@ -254,8 +243,8 @@ for _name, _summary in BENCHMARKS.items():
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    wants_traceback = _TRACEBACK in words
-    words = [word for word in words if word != _TRACEBACK]
+    wants_traceback = "--traceback" in words
+    words = [word for word in words if word != "--traceback"]
     start_process()
     try:
         app(words, prog_name="python -m recipes")  # a wrong word is reported there, exit code 2

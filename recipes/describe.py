@@ -1,33 +1,29 @@
 """Describe a config before anything is allocated: parameters, FLOPs and bytes.
 
-All is read from shapes and from the lowered program, so that a model of any size is described in a
-minute. The cost of many equal layers is extrapolated from that of one and of two.
+All is read from shapes and from the lowered program; many equal layers are extrapolated from two.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
-from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from unitscale.core import is_scaled
 from unitscale.ops import attention_paths
-from unitscale.parallel import batch_axes, param_shardings
 
 from .config import RunConfig, TransformerConfig
 from .hf import Frozen
-from .run.evaluate import make_loss, over_amax
-from .run.recipe import recipe_of
+from .recipe import recipe_of
 from .run.state import TrainState
-from .run.step import abstract_step
+from .run.step import abstract_step, make_loss, over_amax
 
 
 class Bytes(NamedTuple):
-    """Bytes of the arrays of a step, on all devices or on one."""
+    """Bytes of the arrays of a step, on all devices together."""
 
     frozen: int
     """Parameters that are not trained."""
@@ -50,9 +46,6 @@ class Description(NamedTuple):
     attention: tuple[str, ...]
     """The implementations that `ops.dot_product_attention` takes, and why."""
     total: Bytes
-    device: Bytes | None
-    """The part of one device of the mesh; None for one device. Of activations it is an upper bound:
-    the axis tensor also divides hidden units and heads."""
 
 
 def describe(config: RunConfig) -> Description:
@@ -71,11 +64,6 @@ def describe(config: RunConfig) -> Description:
     activations = (saved + further * (more_saved - saved)) * config.data.batch_size
     frozen = nnx.split_state(state.rest, Frozen, ...)[0]
     held = (frozen, state.params, _gradients(config, state.params), state.opt_state)
-    device, mesh = None, abstract_mesh(config)
-    if mesh is not None:
-        ways = math.prod(mesh.shape[axis] for axis in (*batch_axes(mesh), "context"))
-        own = (bytes_of(_on_device(tree, mesh)) for tree in held)
-        device = Bytes(*own, activations=activations // ways)
     parameters: dict[str, int] = {}
     for tree in (state.params, frozen):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
@@ -87,31 +75,12 @@ def describe(config: RunConfig) -> Description:
         flops=flops,
         attention=tuple(dict.fromkeys(f"{path.implementation}: {path.reason}" for path in taken)),
         total=Bytes(*map(bytes_of, held), activations=activations),
-        device=device,
     )
 
 
 def bytes_of(tree: Any) -> int:
     """Bytes of all arrays of a tree, or of their shapes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def abstract_mesh(config: RunConfig) -> AbstractMesh | None:
-    """The mesh of a config, of any number of devices; None for one device."""
-    axes = {} if config.mesh is None else config.mesh.model_dump(exclude={"gradients"})
-    if math.prod(axes.values()) == 1:
-        return None
-    return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
-
-
-def _on_device(tree: Any, mesh: AbstractMesh) -> Any:
-    """The shapes of the shards of a tree on one device."""
-
-    def cut(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
-
-    # Only the axes of the mesh are read.
-    return jax.tree.map(cut, tree, param_shardings(tree, cast(Mesh, mesh)))
 
 
 def _gradients(config: RunConfig, params: Any) -> Any:
@@ -201,18 +170,10 @@ def report(config: RunConfig) -> Iterator[str]:
     yield f"step          {data.step_size:>22,} {data.step_unit} in {data.batch_size} examples"
     each = facts.flops / data.step_size
     yield f"FLOPs a step  {facts.flops:>22.4g}, {each:.4g} for one of the {data.step_unit}"
-    yield from _table("bytes of a step", facts.total)
-    for line in facts.attention:
-        yield f"attention     {line}"
-    mesh = abstract_mesh(config)
-    if mesh is not None and facts.device is not None:
-        axes = ", ".join(f"{name} {n}" for name, n in mesh.shape.items() if n > 1)
-        yield from _table(f"on each of {mesh.size} devices, mesh {axes}", facts.device)
-
-
-def _table(title: str, parts: Bytes) -> Iterator[str]:
-    yield title
-    for name, count in (*parts._asdict().items(), ("in all", sum(parts))):
+    yield "bytes of a step, on all devices"
+    for name, count in (*facts.total._asdict().items(), ("in all", sum(facts.total))):
         if count:
             note = ", at most: before XLA fuses any" if name == "activations" else ""
             yield f"  {name:<12}{count:>22,} bytes{note}"
+    for line in facts.attention:
+        yield f"attention     {line}"

@@ -10,11 +10,7 @@ from rich.console import Console
 
 
 class RecipeError(Exception):
-    """An error that the user can put right.
-
-    Its message says what was expected, what came, and what to do. `exit_code` is what the process
-    returns: 2 for wrong input, 1 for a run that failed.
-    """
+    """An error that the user can put right; `exit_code` is 2 for wrong input, else 1."""
 
     def __init__(self, message: str, *, exit_code: int = 2):
         super().__init__(message)
@@ -22,10 +18,7 @@ class RecipeError(Exception):
 
 
 def told_by(error: BaseException) -> RecipeError | None:
-    """The error as one for the user, or None if it is one of the program.
-
-    Messages of the library are for the user: options of YAML are passed on to it.
-    """
+    """The error as one for the user, such as those of the library, or None if it is a bug."""
     if isinstance(error, TypeError | ValueError) and str(error).startswith("unitscale."):
         return RecipeError(str(error))
     return error if isinstance(error, RecipeError) else None

@@ -39,42 +39,28 @@ RECIPES: dict[str, type[RunConfig]] = {
 }
 """The config of each recipe, by its name; a file that names none is a GPT's."""
 
-RENAMED = {"mnist": "images"}
-"""Names that recipes had in earlier versions."""
-
-Kind = TypeVar("Kind", bound=RunConfig)
-
-
 CONFIGS = Path(__file__).parents[1] / "configs"
 """The configs that come with the recipes."""
+
+Kind = TypeVar("Kind", bound=RunConfig)
 
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, kept: bool = False
 ) -> RunConfig:
-    """Reads a config file of any recipe and applies dotted overrides.
+    """Reads a config file of any recipe, or one of `CONFIGS`, and applies dotted overrides.
 
-    Args:
-      path: A YAML file, or the name of one of `CONFIGS`, such as gpt/quickstart.yaml; its key
-        `recipe` chooses from `RECIPES`.
-      overrides: Strings such as `train.steps=100`; the value is read as YAML. A mapping takes the
-        place of the file's, but for sections, of which other keys stay; {} empties one. An entry
-        of a mapping is set alone by its name, as in `sweep.grid.model.kind=[conv, rnn]`.
-      kept: The file is that of a trained run: it says what `init` stood for, which is not read.
-
-    Returns:
-      The validated, frozen config.
-
-    Raises:
-      RecipeError: The file cannot be read, is not a YAML mapping, or has a key or value that the
-        recipe's config does not allow. The message names every such key. Or `init` names no
-        model, or one of another shape or tokenizer.
+    The value of an override such as `train.steps=100` is read as YAML. A mapping takes the place of
+    the file's, but for sections, of which other keys stay; {} empties one. `kept` reads the config
+    of a trained run, which says what `init` stood for. Every key that is wrong is named in one
+    RecipeError.
     """
     file = _read(_file(Path(path)))
     schema = _schema_of(file.get("recipe", "gpt"), path)
     if kept or Path(path).name == CONFIG:  # that of a run, perhaps of an earlier version
         file = OmegaConf.create(schema.upgraded(OmegaConf.to_container(file)))
-    _expand(file)
+    if "precision" in file:  # the name of a preset, some of whose keys overrides may change
+        file.precision = expand_preset(file.precision)
     for word in overrides:
         _override(file, word, schema)
     tree: Any = OmegaConf.to_container(file)
@@ -92,17 +78,13 @@ def wrong_values(error: ValidationError, schema: type[RunConfig], where: str = "
 
 
 def load_kind(kind: type[Kind], path: str | Path, overrides: Sequence[str] = ()) -> Kind:
-    """Reads the config of one recipe; see `load_config`.
-
-    Raises:
-      RecipeError: As there, or the config is that of another recipe.
-    """
+    """Reads the config of one recipe; see `load_config`."""
     config = load_config(path, overrides)
     if not isinstance(config, kind):
         wanted = next(name for name, schema in RECIPES.items() if schema is kind)
         raise RecipeError(
-            f"{path}: expected a config of recipe {wanted}; got recipe {config.recipe}; name a "
-            f"config of recipe {wanted}"
+            f"{path}: expected a config of recipe {wanted}; got recipe {config.recipe}; name "
+            "another file"
         )
     return config
 
@@ -111,8 +93,7 @@ def _schema_of(name: Any, path: str | Path) -> type[RunConfig]:
     if isinstance(name, str) and name in RECIPES:
         return RECIPES[name]
     close = difflib.get_close_matches(str(name), RECIPES, n=1, cutoff=0.4)
-    meant = RENAMED.get(str(name), *close)
-    todo = f"did you mean {meant}?" if meant else "correct the value"
+    todo = f"did you mean {close[0]}?" if close else "correct the value"
     raise RecipeError(f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}; {todo}")
 
 
@@ -143,28 +124,21 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     mapping, entry = entry_of(key, schema)
     if (field := dict(valid_keys(schema)).get(mapping)) is None:
         raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
-    parsed = _mapping(lambda: OmegaConf.from_dotlist([f"value={value}"]), f"override {word!r}")
+    found = _mapping(lambda: OmegaConf.from_dotlist([f"value={value}"]), f"override {word!r}")
     try:
-        tree: Any = OmegaConf.to_container(parsed, resolve=True, throw_on_missing=True)
+        tree: Any = OmegaConf.to_container(found, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise RecipeError(
-            f"override {word!r}: expected a value; got a reference that leads to none; write the "
-            "value itself"
+            f"override {word!r}: expected a value; got a reference to none; write the value itself"
         ) from error
-    found = tree["value"]
+    new = tree["value"]
     if entry:
-        found = {**(OmegaConf.select(file, mapping) or {}), entry: found}
+        new = {**(OmegaConf.select(file, mapping) or {}), entry: new}
     # Of a section other keys stay, unless it is emptied; any other mapping takes the file's place.
-    merge = section_of(field) is not None and isinstance(found, dict) and bool(found)
+    merge = section_of(field) is not None and isinstance(new, dict) and bool(new)
     if mapping == "precision":
-        found = expand_preset(found)  # the name of a preset takes the place of the section
-    OmegaConf.update(file, mapping, found, merge=merge)
-
-
-def _expand(file: DictConfig) -> None:
-    """Replaces the name of a preset by its keys, some of which overrides may change."""
-    if "precision" in file:
-        file.precision = expand_preset(file.precision)
+        new = expand_preset(new)  # the name of a preset takes the place of the section
+    OmegaConf.update(file, mapping, new, merge=merge)
 
 
 def _mapping(parse: Callable[[], Any], where: str) -> DictConfig:

@@ -1,14 +1,14 @@
-"""Trains the model of a recipe: data, loss, loop, from top to bottom.
+"""The training loop: data, steps, reports, checkpoints, from top to bottom.
 
-The loop never waits for the device between log lines. So that a value that is not finite can still
-be traced, a step whose loss or gradient is not finite changes nothing, and neither does any step
-after it: the state stays that of the last good step until the loop looks.
+The loop never waits for the device between log lines. A step whose loss or gradient is not finite
+changes nothing, and neither does any step after it, so that the loop can find out why.
 """
 
 import contextlib
 import functools
 import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -20,39 +20,39 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from unitscale.core import is_scaled
 
-from .batches import Batches, Data, loss_inputs
 from .config import RunConfig
-from .errors import RecipeError
+from .errors import RecipeError, write_json
+from .recipe import Batches, Data, loss_inputs, recipe_of
 from .run.checkpoint import Checkpoints
-from .run.convert import formats
-from .run.evaluate import make_evaluation, mean_loss, save_scores, shown, shown_scores
-from .run.folder import flatten, is_sweep, locked, open_run, other_data, run_folder
-from .run.optimizer import make_schedule, updates_done
-from .run.precision import plain, watch_overflow
+from .run.folder import SCORES, flatten, locked, open_run, other_data, run_folder
+from .run.precision import formats, plain, watch_overflow
 from .run.probe import plot_loss, plot_rms, probe
 from .run.processes import (
-    SharedError,
     StopRequest,
     check_alike,
     is_first,
-    is_lost,
-    largest,
-    lost_message,
     on_mesh,
     open_mesh,
     place,
     place_batch,
     share,
-    together,
     whole,
 )
-from .run.recipe import build_model, recipe_of
-from .run.report import Metrics, Reporter, Stopwatch, check_logger, open_metrics
-from .run.state import TrainState, init_state, restore, with_kept_tokenizer
-from .run.step import advance, make_train_step
+from .run.report import Metrics, open_metrics
+from .run.state import (
+    TrainState,
+    build_model,
+    init_state,
+    make_schedule,
+    restore,
+    updates_done,
+    with_kept_tokenizer,
+)
+from .run.step import advance, make_evaluation, make_train_step, mean_loss
 
 
 class Outcome(NamedTuple):
@@ -72,101 +72,89 @@ def train(
     convert: bool = False,
     console: Console | None = None,
 ) -> Outcome:
-    """Trains, or goes on from the newest complete checkpoint of the same run.
+    """Train, or go on from the newest complete checkpoint of the same run.
 
-    Of several processes (see `recipes.run.processes`) all call it alike, and the first reports.
-
-    Args:
-      config: The run; everything it leaves behind is in `<train.runs_dir>/<name>/`.
-      fresh: Moves an earlier run of this name aside instead of resuming it.
-      convert: Goes on with a run of other number formats (`recipes.config.FORMAT_KEYS`).
-      console: Where to report; standard output by default.
-
-    Returns:
-      The run's folder, its last step and its validation loss.
-
-    Raises:
-      RecipeError: Unusable data or run folder, one that another process trains in, a full disk, a
-        loss, weights or a validation loss that are not finite, or processes that disagree or no
-        longer answer.
+    Everything is left in `<train.runs_dir>/<name>/`. `fresh` moves an earlier run of this name
+    aside; `convert` goes on with a run of other number formats. Of several processes all call this
+    alike.
     """
     console = Console() if console is None else console
     console = console if is_first() else Console(quiet=True)
-    say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    with together():
-        data = recipe_of(config).load_data(config if fresh else with_kept_tokenizer(config))
+    data = recipe_of(config).load_data(config if fresh else with_kept_tokenizer(config))
     told = flatten(config.model_dump()) | {"--fresh": fresh, "--convert": convert}
     check_alike(told | {"the text's digest": data.digest})
     with contextlib.ExitStack() as held:
-        with together():
-            if is_first():
-                check_logger(config)
-                held.enter_context(locked(config))
-                if not fresh and is_sweep(folder := run_folder(config)):
-                    raise RecipeError(
-                        f"name: {folder} is the folder of a sweep; change name, or go on with it "
-                        f"by `python -m recipes sweep`"
-                    )
-                open_run(config, fresh=fresh, convert=convert)
-        return _train(config, data, console, say)
-
-
-def _train(config: RunConfig, data: Data, console: Console, say: Callable[[str], None]) -> Outcome:
-    """Trains or goes on, in an open folder."""
-    folder = run_folder(config)
-    with together():
-        run = _Run(config, folder, data)
-    parameters = sum(x.size for x in jax.tree.leaves(run.state.params, is_leaf=is_scaled))
-    say(
-        f"{config.name}: {parameters:,} parameters, {data.summary}, "
-        f"policy {config.precision.policy}, in {folder}"
-    )
-    lost = False
-    try:
-        with together():
-            start = run.resume(say)
-            if is_first():
-                data.save(folder)  # of what was resumed from other data, nothing is overwritten
-        signal = run.loop(start, console)
-        if signal is not None:
-            step = int(run.state.step)
-            say(f"stopped by {signal.name} after step {step}; run the same command to resume")
-            return Outcome(folder, step, None, {}, int(signal))
-        return _finish(run, say)
-    except OSError as error:
-        raise RecipeError(
-            f"cannot write to {folder}: {error.strerror or error}; {run.checkpoints.what_is_safe}; "
-            "free space or change permissions, then run the same command again",
-            exit_code=1,
-        ) from error
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if lost := is_lost(error):
-            safe = run.checkpoints.what_is_complete
-            raise RecipeError(lost_message(error, safe), exit_code=1) from error
-        raise
-    finally:
-        if not lost:
-            run.checkpoints.close()
+        if is_first():
+            held.enter_context(locked(config))
+            open_run(config, fresh=fresh, convert=convert)
+        run = _Run(config, data, console)
+        try:
+            return run.train()
+        except OSError as error:
+            raise RecipeError(
+                f"cannot write to {run.folder}: {error.strerror or error}; "
+                f"{run.checkpoints.what_is_safe}; free space or change permissions, then run the "
+                "same command again",
+                exit_code=1,
+            ) from error
+        finally:
+            if jax.process_count() == 1:  # of several another may be gone, and would be waited for
+                run.checkpoints.close()
 
 
 class _Run:
-    """Model, optimizer, data and compiled steps of one run."""
+    """Model, optimizer, data, compiled steps and reports of one run, in an open folder."""
 
-    def __init__(self, config: RunConfig, folder: Path, data: Data):
-        self.config, self.folder, self.data = config, folder, data
-        self.graphdef, optimizer, self.state = init_state(config)
+    def __init__(self, config: RunConfig, data: Data, console: Console):
+        self.config, self.data, self.folder = config, data, run_folder(config)
+        self.say: Callable[[str], None] = functools.partial(
+            console.print, highlight=False, markup=False, soft_wrap=True
+        )
+        self.graphdef, optimizer, state = init_state(config)
         self.mesh = open_mesh(config)
-        self.state = place(self.state, self.mesh)
+        self.state = place(state, self.mesh)
         self.schedule = make_schedule(config.optimizer, config.train.steps)
         self.batches: Batches = data.training(config.seed, **share(self.mesh))
-        self.checkpoints = Checkpoints(folder, keep=config.train.keep)
-        self.train_step = make_train_step(self.graphdef, optimizer, config, mesh=self.mesh)
+        self.checkpoints = Checkpoints(self.folder, keep=config.train.keep)
+        step = make_train_step(self.graphdef, optimizer, config, mesh=self.mesh)
+        self.step = on_mesh(step, self.state, self.mesh)
         self.evaluate = make_evaluation(self.graphdef, config.precision, mesh=self.mesh)
+        # The batches since the last look at values, which tell where they are not finite.
+        self.recent: deque[Any] = deque(maxlen=config.train.log_every + 1)
+        self.signal: Signals | None = None
         self.speeds: list[float] = []  # between log lines
+        self.progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            disable=not console.is_terminal,
+        )
 
-    def resume(self, say) -> int:
+    def train(self) -> Outcome:
+        """Trains from the newest checkpoint to the last step, and closes the run."""
+        parameters = sum(x.size for x in jax.tree.leaves(self.state.params, is_leaf=is_scaled))
+        self.say(
+            f"{self.config.name}: {parameters:,} parameters, {self.data.summary}, "
+            f"policy {self.config.precision.policy}, in {self.folder}"
+        )
+        start = self.resume()
+        if is_first():
+            self.data.save(self.folder)  # never over what a run of other data left
+        if start < self.config.train.steps:
+            self.loop(start)
+        if self.signal is None:
+            return self.finish()
+        step = int(self.state.step)
+        self.say(f"stopped by {self.signal.name} after step {step}; run the same command to resume")
+        return Outcome(self.folder, step, None, {}, int(self.signal))
+
+    def resume(self) -> int:
         """Loads the newest whole checkpoint; returns the number of steps done."""
-        restored = restore(self.config, self.checkpoints, self.state, self.mesh, say)
+        restored = restore(self.config, self.checkpoints, self.state, self.mesh, self.say)
         if restored is None:
             return 0
         if restored.facts["text"] != self.data.digest:
@@ -174,83 +162,107 @@ class _Run:
         self.state = restored.state
         self.batches.set_state(restored.position)
         steps = self.config.train.steps
-        say(
-            f"all {steps} steps are done"
-            if restored.step == steps
-            else f"resuming after step {restored.step} of {steps}"
-        )
+        done = f"resuming after step {restored.step} of {steps}"
+        self.say(f"all {steps} steps are done" if restored.step == steps else done)
         return restored.step
 
-    def loop(self, start: int, console: Console) -> Signals | None:
-        """Trains from step `start` to the end; returns the signal that stopped it, or None."""
-        settings, data = self.config.train, self.config.data
-        if start >= settings.steps:
-            return None
-        step = on_mesh(self.train_step, self.state, self.mesh)
+    def loop(self, start: int) -> None:
+        """Trains from step `start` to the last one, or until a signal comes."""
+        steps = self.config.train.steps
         shares = (place_batch(batch, self.mesh) for batch in self.batches)
+        self.bar = self.progress.add_task("train", total=steps, completed=start, loss="-")
+        self.start, self.clock = start, (start, time.perf_counter())
         with (
             contextlib.closing(open_metrics(self.config, self.folder, start)) as metrics,
             StopRequest() as stop,
-            Reporter(settings.steps, start, data.step_size, console, data.step_unit) as report,
+            self.progress,
         ):
-            watch = _Watch(self, start, metrics, stop, report)
-            self.state = advance(step, self.state, shares, start, settings.steps, watch)
+            watch = functools.partial(self.after_step, metrics, stop)
+            self.state = advance(self.step, self.state, shares, start, steps, watch)
             self.checkpoints.wait()
-        return watch.signal
+
+    def after_step(
+        self,
+        metrics: Metrics,
+        stop: StopRequest,
+        done: int,
+        state: TrainState,
+        values: dict[str, Any],
+        batch: Any,
+    ) -> TrainState | None:
+        """Log lines, validation and checkpoints after a step, each at its interval."""
+        settings = self.config.train
+        self.state = state
+        self.recent.append(batch)
+        self.progress.update(self.bar, completed=done)
+        logging = done % settings.log_every == 0 or done == settings.steps
+        self.signal = stop.agreed(logging=logging)  # asked once, so that a stop is saved
+        validating = done % settings.eval_every == 0  # also before a stop: resumed, it is past
+        ending = done == settings.steps or self.signal is not None
+        saving = done % settings.checkpoint_every == 0 or ending
+        if logging:
+            self.log(done, values, metrics)
+        if validating or saving:
+            self.check_finite(done)
+        if validating:
+            validation = self.validation_loss(done)
+            metrics.write(done, validation_loss=validation)
+            self.say(f"step {done}  validation loss {validation:.4f}")
+        if saving:
+            self.save(done)
+        if logging or validating or saving or done == self.start + 1:
+            jax.block_until_ready(values)  # the first step compiles, which is no part of the speed
+            self.clock = done, time.perf_counter()
+        return None if self.signal is not None else self.state
+
+    def log(self, done: int, values: dict[str, Any], metrics: Metrics) -> None:
+        """Writes the metrics of the last step, and shows its loss and the speed."""
+        data = self.config.data
+        loss = float(values["loss"])  # waits for the device
+        self.check_finite(done)
+        since, clock = self.clock
+        speed = (done - since) * data.step_size / (time.perf_counter() - clock)
+        timed = done > self.start + 1
+        self.speeds += [speed] if timed else []
+        self.state, shares = watch_overflow(self.config, self.graphdef, self.state, self.say)
+        state, updates = self.state, int(updates_done(self.state.opt_state))
+        facts = {
+            "loss": loss,
+            "gradient_norm": float(values["gradient_norm"]),
+            # Of the last update, or of the first if there was none yet.
+            "learning_rate": float(np.asarray(self.schedule(max(updates - 1, 0)))),
+            **({f"{data.step_unit}_per_second": speed} if timed else {}),
+            **shares,
+        }
+        if state.skips is not None:
+            facts["skipped"] = int(state.skips.total)
+        if state.loss_scale is not None:
+            facts["loss_scale"] = float(state.loss_scale.value)
+        metrics.write(done, **facts)
+        self.progress.update(self.bar, loss=f"{loss:.4f}")
+        if self.progress.disable:
+            shown = f"  {speed:,.0f} {data.step_unit}/s" if timed else ""
+            self.say(f"step {done}/{self.config.train.steps}  loss {loss:.4f}{shown}")
 
     def save(self, step: int) -> None:
-        self.check_weights(step)
+        if not _is_finite(jax.tree.leaves(self.state.params)):
+            raise self.ruined(f"step {step}: its update has left weights that are not finite")
         facts = {"formats": formats(self.config), "text": self.data.digest}
         self.checkpoints.save(step, self.state, self.batches.get_state(), facts, wait=False)
-
-    @property
-    def skipped(self) -> int:
-        """Steps left out so far, where the config tolerates some in a row."""
-        return 0 if self.state.skips is None else int(self.state.skips.total)
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the last update, or of the first if there was none yet."""
-        last = max(int(updates_done(self.state.opt_state)) - 1, 0)
-        return float(np.asarray(self.schedule(last)))
 
     def validation_loss(self, done: int) -> float:
         batches = self.data.validation(self.config.train.eval_batches)
         loss = mean_loss(self.evaluate, self.state.params, self.state.rest, batches)
         if not math.isfinite(loss):
-            kept = self.checkpoints.newest == done
-            safe = (
-                "its checkpoint has the same weights, so pass --fresh to begin again"
-                if kept
-                else ""
-            )
-            raise self.ruined(f"step {done}: the validation loss is not finite", safe)
+            raise self.ruined(f"step {done}: the validation loss is not finite")
         return loss
 
-    def check_weights(self, done: int) -> None:
-        """Stops the run before weights are kept that an update has ruined."""
-        if not _is_finite(jax.tree.leaves(self.state.params)):
-            raise self.ruined(f"step {done}: its update has left weights that are not finite")
-
-    def ruined(self, what: str, safe: str = "") -> RecipeError:
-        """An error that says what is safe, and what to change."""
-        return SharedError(
-            f"{what}; {safe or self.checkpoints.what_is_safe}; lower optimizer.learning_rate, set "
-            "optimizer.clip_norm, or choose a policy of wider range",
-            exit_code=1,
-        )
-
-    def model(self) -> Any:
-        """The model as it is, whole in every process."""
-        params, rest = plain(self.config.precision, whole((self.state.params, self.state.rest)))
-        return nnx.merge(self.graphdef, params, rest)
-
-    def check_finite(self, done: int, recent: deque[Any]) -> None:
+    def check_finite(self, done: int) -> None:
         """Stops the run when some step since the last look was not finite."""
         good = int(self.state.step)
         if good == done:
             return
-        batch = recent[good - done]  # the batch of the first step that did not count
+        batch = self.recent[good - done]  # the batch of the first step that did not count
         reading = probe(self.model(), *loss_inputs(whole(batch)))
         where = reading.first_not_finite() or "the gradient norm (dropout or the sum overflowed)"
         tolerated = self.config.optimizer.skip_nonfinite
@@ -260,68 +272,53 @@ class _Run:
             f"is not finite is {where}"
         )
 
+    def ruined(self, what: str) -> RecipeError:
+        """An error that says what is safe, and what to change."""
+        return RecipeError(
+            f"{what}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, set "
+            "optimizer.clip_norm, or choose a policy of wider range, and begin again with --fresh",
+            exit_code=1,
+        )
 
-class _Watch:
-    """Log lines, validation and checkpoints after a step, each at its interval."""
+    def model(self) -> Any:
+        """The model as it is, whole in every process."""
+        params, rest = plain(self.config.precision, whole((self.state.params, self.state.rest)))
+        return nnx.merge(self.graphdef, params, rest)
 
-    def __init__(
-        self, run: _Run, start: int, metrics: Metrics, stop: StopRequest, report: Reporter
-    ):
-        self.run, self.metrics, self.stop, self.report = run, metrics, stop, report
-        self.settings = run.config.train
-        self.start, self.signal = start, None
-        self.recent: deque[Any] = deque(maxlen=self.settings.log_every + 1)
-        self.clock = Stopwatch(start)
+    def finish(self) -> Outcome:
+        """Validation loss, scores, plots and closing lines of a run that has done all its steps."""
+        config, step = self.config, int(self.state.step)
+        validation = self.validation_loss(step)
+        params, rest = whole((self.state.params, self.state.rest))  # what follows is one process's
+        self.state = self.state._replace(params=params, rest=rest)
+        if not is_first():
+            return Outcome(self.folder, step, validation, {}, None)
+        self.plot()
+        model, recipe = self.model(), recipe_of(config)
+        scores = save_scores(self.folder, recipe.scores(config, self.data, model, self.folder))
+        if scores:
+            self.say(shown_scores(scores))
+        for line in recipe.closing(config, self.data, model, self.folder):
+            self.say(line)
+        unit, precision = config.data.step_unit, config.precision
+        policy = f"{precision.scalify} by scalify" if precision.scalify else precision.policy
+        speed = f", {statistics.median(self.speeds):,.0f} {unit}/s" if self.speeds else ""
+        self.say(
+            f"trained in {policy}{speed}: validation loss "
+            f"{shown(config, validation, self.data.token_size)} (of at most "
+            f"{config.train.eval_batches} batches; evaluate takes all); plots (loss.png, rms.png), "
+            f"metrics and checkpoint are in {self.folder}"
+        )
+        return Outcome(self.folder, step, validation, scores, None)
 
-    def __call__(
-        self, done: int, state: TrainState, values: dict[str, Any], batch: Any
-    ) -> TrainState | None:
-        run, settings = self.run, self.settings
-        run.state = state
-        self.recent.append(batch)
-        self.report.advance(done)
-        if done == self.start + 1:
-            jax.block_until_ready(values)  # keeps compilation out of the speed
-            self.clock.restart(done)
-        logging = done % settings.log_every == 0 or done == settings.steps
-        self.signal = asked_to_stop(self.stop, logging=logging)  # once, so that a stop is saved
-        ending = done == settings.steps or self.signal is not None
-        if logging:
-            self._log(done, values)
-        validating = done % settings.eval_every == 0  # also before a stop: resumed, it is past
-        saving = done % settings.checkpoint_every == 0 or ending
-        if validating or saving:
-            jax.block_until_ready(values)  # these steps count, what follows does not
-            with self.clock.paused():
-                run.check_finite(done, self.recent)
-                if validating:
-                    validation = run.validation_loss(done)
-                    self.metrics.write(done, validation_loss=validation)
-                    self.report.say(f"step {done}  validation loss {validation:.4f}")
-                if saving:
-                    run.save(done)
-        return None if self.signal is not None else run.state
-
-    def _log(self, done: int, values: dict[str, Any]) -> None:
-        run, data = self.run, self.run.config.data
-        loss = float(values["loss"])  # waits for the device
-        run.check_finite(done, self.recent)
-        speed = self.clock.speed(done, data.step_size)
-        run.speeds += [] if speed is None else [speed]
-        run.state, shares = watch_overflow(run.config, run.graphdef, run.state, self.report.say)
-        facts = {
-            "loss": loss,
-            "gradient_norm": float(values["gradient_norm"]),
-            "learning_rate": run.learning_rate,
-            **({} if speed is None else {f"{data.step_unit}_per_second": speed}),
-            **shares,
-            **({} if run.state.skips is None else {"skipped": run.skipped}),
-        }
-        if run.state.loss_scale is not None:
-            facts["loss_scale"] = float(run.state.loss_scale.value)
-        self.metrics.write(done, **facts)
-        self.report.report(done, loss, speed)
-        self.clock.restart(done)
+    def plot(self) -> None:
+        """Draws the losses, and the RMS of all layers before and after training."""
+        batch = next(self.data.validation(1))
+        plot_loss(self.folder, per=self.config.loss_unit)
+        models: dict[str, Any] = {"at initialisation": build_model(self.config)}
+        models[f"after {int(self.state.step)} steps"] = self.model()
+        readings = {label: probe(model, *loss_inputs(batch)) for label, model in models.items()}
+        plot_rms(self.folder, readings)
 
 
 @jax.jit
@@ -329,46 +326,27 @@ def _is_finite(arrays: list[jax.Array]) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in arrays]))
 
 
-def asked_to_stop(stop: StopRequest, *, logging: bool) -> Signals | None:
-    """The signal to stop at; processes agree on it where they wait for their devices anyway."""
-    if jax.process_count() == 1:
-        return stop.signal
-    number = largest(int(stop.signal or 0)) if logging else 0
-    return Signals(number) if number else None
-
-
-def _finish(run: _Run, say: Callable[[str], None]) -> Outcome:
-    """Validation loss, scores, plots and closing lines of a run that has done all its steps."""
-    config, step = run.config, int(run.state.step)
-    validation = run.validation_loss(step)
-    params, rest = whole((run.state.params, run.state.rest))  # what follows is for one process
-    run.state = run.state._replace(params=params, rest=rest)
-    if not is_first():
-        return Outcome(run.folder, step, validation, {}, None)
-    plot_run(run)
-    model, recipe = run.model(), recipe_of(config)
-    scores = save_scores(run.folder, recipe.scores(config, run.data, model, run.folder))
+def save_scores(folder: Path, scores: dict[str, float]) -> dict[str, float]:
+    """Write scores, if there are any, to `SCORES` of a run's folder; return them."""
     if scores:
-        say(shown_scores(scores))
-    for line in recipe.closing(config, run.data, model, run.folder):
-        say(line)
-    unit, precision = config.data.step_unit, config.precision
-    policy = f"{precision.scalify} by scalify" if precision.scalify else precision.policy
-    speed = f", {statistics.median(run.speeds):,.0f} {unit}/s" if run.speeds else ""
-    say(
-        f"trained in {policy}{speed}: validation loss "
-        f"{shown(config, validation, run.data.token_size)} (of at most "
-        f"{config.train.eval_batches} batches; evaluate takes all); plots (loss.png, rms.png), "
-        f"metrics and checkpoint are in {run.folder}"
-    )
-    return Outcome(run.folder, step, validation, scores, None)
+        write_json(folder / SCORES, scores)
+    return scores
 
 
-def plot_run(run: _Run) -> None:
-    """Draws the losses, and the RMS of all layers before and after training."""
-    batch = next(run.data.validation(1))
-    models: dict[str, Any] = {"at initialisation": build_model(run.config)}
-    models[f"after {int(run.state.step)} steps"] = run.model()
-    plot_loss(run.folder, per=run.config.loss_unit)
-    readings = {label: probe(model, *loss_inputs(batch)) for label, model in models.items()}
-    plot_rms(run.folder, readings)
+def shown_scores(scores: dict[str, float]) -> str:
+    """Scores in words, such as "f1 91.25, exact match 84"."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items())
+
+
+def shown(config: RunConfig, loss: float, size: float | None = None) -> str:
+    """A loss in words: in nats, and for text in bits, as the literature gives it.
+
+    `size` is bytes of text per token: bits per byte compare runs with different tokenizers.
+    """
+    words = f"{loss:.4f} nats per {config.loss_unit}"
+    if config.loss_unit in ("token", "character"):
+        bits = loss / math.log(2)
+        words += f", {bits:.4f} bits"
+        if size is not None:
+            words += f", {bits / size:.4f} bits per byte"
+    return words

@@ -1,6 +1,6 @@
-"""Use a trained model: write text with it, or export its arrays to a safetensors file."""
+"""Use a trained model: evaluate it, write text with it, export its arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +8,44 @@ from flax import nnx
 from safetensors import flax as tensors
 
 from unitscale import to_array
-from unitscale.nn import convert, to_static, unpadded
+from unitscale.nn import unpadded
 
 from .config import TOKENIZER_FILE, DataConfig, RunConfig
 from .errors import RecipeError, refused
 from .gpt.generate import Writer, writes
 from .hf import load
-from .run.evaluate import trained_model
-from .run.state import load_trained, with_run_tokenizer
+from .recipe import recipe_of
+from .run.folder import run_folder
+from .run.precision import plain
+from .run.state import TrainState, load_checkpoint, load_trained, with_run_tokenizer
+from .run.step import make_evaluation, mean_loss
 from .text import SubwordTokenizer, open_tokenizer, require_vocab
+from .train import save_scores, shown, shown_scores
+
+
+def evaluate(config: RunConfig, say: Callable[[str], None]) -> Iterator[str]:
+    """The lines that `python -m recipes evaluate` prints: loss over all validation data, scores."""
+    recipe = recipe_of(config)
+    graphdef, restored = load_checkpoint(config, say)
+    state, data = restored.state, recipe.load_data(with_run_tokenizer(config))
+    if restored.facts.get("text", data.digest) != data.digest:
+        yield "the data is not what the run was trained on: its loss there is another"
+    evaluation = make_evaluation(graphdef, config.precision)
+    loss = mean_loss(evaluation, state.params, state.rest, data.validation())
+    yield f"step {int(state.step)}  validation loss {shown(config, loss, data.token_size)}"
+    model, folder = _model(config, graphdef, state), run_folder(config)
+    if scores := save_scores(folder, recipe.scores(config, data, model, folder)):
+        yield shown_scores(scores)
+
+
+def _model(config: RunConfig, graphdef: nnx.GraphDef, state: TrainState) -> nnx.Module:
+    """The model of a state, with plain arrays."""
+    return nnx.merge(graphdef, *plain(config.precision, (state.params, state.rest)))
 
 
 def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
     """Open the model of a run with its tokenizer, to write text."""
-    model: Any = trained_model(config, *load_trained(config, say))
+    model: Any = _model(config, *load_trained(config, say))
     data = with_run_tokenizer(config).data
     if not writes(model) or not isinstance(data, DataConfig):
         raise RecipeError(
@@ -44,34 +68,18 @@ def open_folder(folder: str, adapter: str | None = None) -> Writer:
     return Writer(pretrained.model, tokenizer, longest, start=tokenizer.start, ends=ends)
 
 
-def export(config: RunConfig, path: Path, say: Callable[[str], None], *, fp8: bool = False) -> str:
-    """Write the arrays of a run to a new safetensors file.
-
-    With `fp8` the kernels of a plain model's linear layers are stored in FP8, each with a scale.
-    """
+def export(config: RunConfig, path: Path, say: Callable[[str], None]) -> str:
+    """Write the arrays of a run to a new safetensors file."""
     if path.suffix != ".safetensors" or path.exists():
         raise RecipeError(
-            "FILE: expected a new file of safetensors, such as model.safetensors; got "
-            f"{path}{', which exists' if path.exists() else ''}; name another"
+            f"FILE: expected a new file such as model.safetensors; got {path}; name another"
         )
-    model = trained_model(config, *load_trained(config, say))
-    if fp8:
-        report = convert(model, "fp8_dynamic")
-        if not report.converted:
-            layer, reason = next(iter(report.skipped.items()))
-            raise RecipeError(
-                f"--fp8: expected linear layers that can be stored in FP8; got none of "
-                f"{len(report.layers)}: {layer}, for one, as {reason}; export it without --fp8"
-            )
-        to_static(model)
+    model = _model(config, *load_trained(config, say))
     return f"{save_tensors(model, path):,} arrays of {config.name} are in {path}"
 
 
 def save_tensors(model: nnx.Module, path: Path) -> int:
-    """Write the arrays of a model by their dotted paths, such as `layers.0.mlp.up.kernel`.
-
-    A vocabulary is written without its padding, and a shared array under each of its paths.
-    """
+    """Write the arrays of a model by dotted path, without the padding of vocabularies."""
     arrays, variables = {}, dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))))
     for parts, module in nnx.iter_modules(model):
         for name, variable in vars(module).items():  # a state has shared variables only once
@@ -81,8 +89,7 @@ def save_tensors(model: nnx.Module, path: Path) -> int:
         name, value = ".".join(map(str, parts)), unpadded(variable)
         if not hasattr(value, "shape"):
             raise RecipeError(
-                f"{name} holds a {type(value).__name__}, and safetensors has arrays only; "
-                "export what unitscale.nn.to_static made"
+                f"{name} holds a {type(value).__name__}, and safetensors has arrays only"
             )
         arrays[name] = to_array(value, "float32")
     with refused(f"cannot write {path}", "give a path that can be written"):

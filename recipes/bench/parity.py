@@ -23,9 +23,9 @@ from unitscale import nn
 from unitscale.quant import MatmulConfig
 
 from ..config import PrecisionConfig, RunConfig
-from ..run.evaluate import make_evaluation, make_loss, mean_loss, over_amax
-from ..run.recipe import build_model, recipe_of
-from ..run.state import init_state
+from ..recipe import recipe_of
+from ..run.state import build_model, init_state
+from ..run.step import make_evaluation, make_loss, mean_loss, over_amax
 from . import runs
 
 SPECIAL = {

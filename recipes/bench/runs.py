@@ -30,11 +30,11 @@ from rich.table import Table as RichTable
 
 from ..config import RunConfig
 from ..errors import RecipeError, refused
+from ..recipe import recipe_of
 from ..registry import CONFIGS, load_config
-from ..run.evaluate import make_evaluation, mean_loss
 from ..run.pool import each, message_of
-from ..run.recipe import recipe_of
 from ..run.state import TrainState, load_trained
+from ..run.step import make_evaluation, mean_loss
 from ..train import train
 
 PARITY = "gpt/parity.yaml"

@@ -13,8 +13,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from ..batches import Examples
 from ..errors import RecipeError
+from ..recipe import Examples
 from ..text import (
     Corpus,
     Mixture,

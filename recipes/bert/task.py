@@ -10,10 +10,10 @@ from flax import nnx
 
 from unitscale import to_array
 
-from ..run.earlier import take_weights
+from ..recipe import no_scores
 from ..run.folder import earlier_run
 from ..run.precision import make_policy
-from ..run.recipe import no_scores
+from ..run.state import take_weights
 from ..text import Corpus, Mixture
 from .config import BertConfig
 from .data import load_data as load_data

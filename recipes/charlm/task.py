@@ -12,8 +12,8 @@ from unitscale import nn, ops, rules
 
 from ..config import BYTES
 from ..hf.plain import attend
+from ..recipe import no_closing, no_scores
 from ..run.precision import make_policy
-from ..run.recipe import no_closing, no_scores
 from ..text import Corpus, Mixture, load_corpus
 from .config import CharlmConfig, CharlmModelConfig
 

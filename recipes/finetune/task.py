@@ -14,15 +14,16 @@ from tokenizers import Tokenizer, processors
 
 from unitscale import nn, ops
 
-from ..batches import Data, Examples
 from ..bert.config import BertModelConfig, Pooling
 from ..bert.model import Encoder, Pooler, mean_loss
 from ..config import TOKENIZER_FILE
 from ..errors import RecipeError
 from ..hf import Bert, Pretrained, load, save, shape_of_bert
-from ..run.earlier import take_weights
-from ..run.evaluate import SCORES, predict
+from ..recipe import Data, Examples
+from ..run.folder import SCORES
 from ..run.precision import make_policy
+from ..run.state import take_weights
+from ..run.step import predict
 from ..text import SubwordTokenizer, require_vocab, save_tokenizer
 from . import data as files, scores as scoring
 from .config import FinetuneConfig, pretraining_of

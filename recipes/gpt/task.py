@@ -18,10 +18,10 @@ from flax import nnx
 from unitscale.nn import convert
 
 from ..errors import RecipeError
-from ..run.earlier import take_weights
+from ..recipe import no_scores
 from ..run.folder import earlier_run
 from ..run.precision import make_policy
-from ..run.recipe import no_scores
+from ..run.state import take_weights
 from ..text import Corpus, Mixture, Tokenizer, load_corpus, open_tokenizer, require_vocab
 from . import model
 from .config import GPTConfig

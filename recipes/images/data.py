@@ -17,8 +17,8 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
-from ..batches import Data, Examples
 from ..errors import RecipeError, refused
+from ..recipe import Data, Examples
 from .config import ImageDataConfig
 
 _STATISTICS = 10_000

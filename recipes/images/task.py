@@ -21,9 +21,9 @@ from ..config import PrecisionConfig
 from ..errors import RecipeError
 from ..hf.plain import make_product
 from ..pooling import mean_of_tokens
-from ..run.evaluate import predict
+from ..recipe import no_closing
 from ..run.precision import make_policy
-from ..run.recipe import no_closing
+from ..run.step import predict
 from .config import ImageModelConfig, ImagesConfig
 from .data import ImageData, load_images
 

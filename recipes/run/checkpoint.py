@@ -1,14 +1,13 @@
 """Save and restore checkpoints: bit for bit, complete or absent, and verified by checksums.
 
-A checkpoint holds the array leaves of a pytree under readable names, the position of the data
-iterator, and facts about the run. Orbax writes it in the background, each process its own shards,
-under a temporary name that it changes at the end. TensorStore does not detect all damage to arrays,
-so checksums do, which are computed on the devices. Arrays are restored onto any mesh.
+A checkpoint holds the arrays of a pytree, the position of the data iterator, and facts about the
+run. Orbax writes it in the background, under a temporary name that it changes at the end.
 """
 
 import contextlib
 import copy
 import json
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ import orbax.checkpoint as ocp
 from jax import lax
 
 from ..errors import RecipeError, refused
-from .processes import all_texts, is_first, is_lost, whole
+from .folder import saved_steps
 
 
 class Restored(NamedTuple):
@@ -34,13 +33,11 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The newest `keep` checkpoints of a run, in `checkpoints/` of its folder.
-
-    With `read_only` nothing on disk changes, so that a run in training can be read.
-    """
+    """The newest `keep` checkpoints of a run; with `read_only` nothing on disk changes."""
 
     def __init__(self, folder: Path, *, keep: int = 2, read_only: bool = False):
-        self._folder = folder.absolute() / "checkpoints"
+        self._run = folder.absolute()
+        self._folder = self._run / "checkpoints"
         self._read_only = read_only
         self._writing: int | None = None  # the step of a write that may be under way
         options = ocp.CheckpointManagerOptions(
@@ -53,26 +50,12 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     @property
-    def newest(self) -> int | None:
-        """The step of the newest complete checkpoint, damaged or not."""
-        return max(self._steps(), default=None)
-
-    def _steps(self) -> list[int]:
-        # Read from the disk: Orbax counts a step as soon as its write begins.
-        names = [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
-        return [int(name) for name in names if name.isdigit()]
-
-    @property
     def what_is_safe(self) -> str:
         """The checkpoint that is left after a failure, for its message."""
         with contextlib.suppress(RecipeError):  # the failure that the message is about comes first
             self.wait()
-        return self.what_is_complete
-
-    @property
-    def what_is_complete(self) -> str:
-        """The same without waiting for a write under way."""
-        step = self.newest
+        # Read from the disk: Orbax counts a step as soon as its write begins.
+        *_, step = 0, *saved_steps(self._run)
         return (
             f"the checkpoint of step {step} is untouched" if step else "no checkpoint was written"
         )
@@ -89,11 +72,11 @@ class Checkpoints:
         """Write a checkpoint of the state, unless the step has one.
 
         Without `wait` it is written in the background: the state may be changed or donated
-        meanwhile, and the next `wait`, `save` or `restore` reports an error. `position` and `facts`
-        are JSON values. On errors, such as a full disk, complete checkpoints stay untouched.
+        meanwhile, and the next `wait`, `save` or `restore` reports an error. Complete checkpoints
+        stay untouched.
         """
         self.wait()
-        if step == self.newest:
+        if step in saved_steps(self._run):
             return
         arrays = _named_arrays(state)
         sums = _checksums(arrays)
@@ -127,8 +110,6 @@ class Checkpoints:
             yield
         except Exception as error:  # Orbax and TensorStore report a full disk in several ways
             self._writing = None
-            if is_lost(error):
-                raise
             raise RecipeError(
                 f"cannot write the checkpoint of step {step} to {self._folder}: "
                 f"{_first_line(error)}; {self.what_is_safe}; free space or change permissions, "
@@ -139,24 +120,28 @@ class Checkpoints:
     def restore(self, like: Any, say: Callable[[str], None] = print) -> Restored | None:
         """Read the newest undamaged checkpoint; None if none has been written yet.
 
-        `like` is a pytree of arrays with the structure, shapes, dtypes and shardings to restore, or
-        a function from a checkpoint's facts to it. A damaged checkpoint is moved to
-        `damaged-checkpoints/`, and `say` is called with a line about it. If all are damaged, or the
-        checkpoint is of another model, a RecipeError is raised.
+        `like` has the structure, shapes, dtypes and shardings to restore, or is a function from the
+        facts to it. A damaged checkpoint is moved aside, and `say` is called with a line about it.
         """
         self.wait()
-        steps = sorted(self._steps(), reverse=True)
+        steps = saved_steps(self._run)[::-1]
         for step in steps:
             try:
                 return self._read(step, like)
             except RecipeError:
                 raise
             except Exception as error:  # a damaged file makes Orbax raise many kinds
-                moved = "" if self._read_only else f"moved it to {self._set_aside(step)}; "
-                say(
-                    f"checkpoint of step {step} is damaged ({_first_line(error)}); {moved}"
-                    "trying the one before"
-                )
+                damage = f"checkpoint of step {step} is damaged ({_first_line(error)})"
+                if jax.process_count() > 1:  # the others may have found nothing
+                    todo = f"remove {self._folder / str(step)}, then start all processes again"
+                    raise RecipeError(f"{damage}; {todo}", exit_code=1) from error
+                if not self._read_only:
+                    place = self._run / "damaged-checkpoints" / f"{step}-{time.time_ns()}"
+                    place.parent.mkdir(exist_ok=True)
+                    (self._folder / str(step)).rename(place)
+                    self._manager.reload()
+                    damage += f"; moved it to {place}"
+                say(f"{damage}; trying the one before")
         if steps:
             raise RecipeError(
                 f"every checkpoint in {self._folder} was damaged (steps {steps}); start again with "
@@ -172,62 +157,31 @@ class Checkpoints:
         self._manager.close()
 
     def _read(self, step: int, like: Any) -> Restored:
-        """Read a checkpoint; if one process finds damage, all raise."""
-        found: Any = None
-        problem: Exception | None = None
-        try:
-            found = self._read_own(step, like)
-        except Exception as error:  # reported to the other processes first
-            problem = error
-        reasons = all_texts("" if problem is None else _first_line(problem))
-        if any(reasons):
-            raise problem or ValueError(next(filter(None, reasons)))
-        like, arrays, sums_of, known, position, facts = found
-        for name, own in sums_of(arrays).items():
-            if own != known[name]:
-                raise ValueError(f"the checksum of {name} differs")
-        return Restored(step, _rebuild(like, arrays), position, facts)
-
-    def _read_own(self, step: int, like: Any) -> tuple[Any, ...]:
-        """Read this process's part of a checkpoint, without waiting for the other processes."""
         folder = self._folder / str(step)
         texts = [(folder / name / "metadata").read_text("utf-8") for name in ("facts", "position")]
         facts, position = map(json.loads, texts)
-        checksum = facts.pop("checksum", None)  # version 0.1 wrote none
-        if checksum is not None and checksum != _text_checksum(position, facts):
+        checksum = facts.pop("checksum", None)
+        known = {name: entry[-1] for name, entry in facts["arrays"].items()}
+        is_old = all(isinstance(sum_, int) for sum_ in known.values())  # version 0.1: not checked
+        if not is_old and checksum != _text_checksum(position, facts):
             raise ValueError("the checksum of position and facts differs")
-        described = facts.pop("arrays")
+        shapes = {name: entry[:2] for name, entry in facts.pop("arrays").items()}
         like = like(facts) if callable(like) else like
         wanted = _named_arrays(like)
-        for name in sorted(wanted.keys() | described.keys()):
+        for name in sorted(wanted.keys() | shapes.keys()):
             expected = _shape(wanted[name]) if name in wanted else "nothing"
-            found = described[name][:2] if name in described else "nothing"
-            if found != expected:
+            if (found := shapes.get(name, "nothing")) != expected:
                 raise RecipeError(
                     f"the checkpoint of step {step} in {self._folder} is of another model: for "
                     f"{name} expected {expected}; got {found}; use the config and the version "
                     "that wrote it, or --fresh"
                 )
-        process = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"{process}"
-        )
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
-        with ocp.StandardCheckpointer(multiprocessing_options=alone) as reader:
+        with ocp.StandardCheckpointer() as reader:
             arrays = reader.restore(folder / "state", abstract)
-        known = {name: entry[-1] for name, entry in described.items()}
-        return like, arrays, _crc32s if checksum is None else _checksums, known, position, facts
-
-    def _set_aside(self, step: int) -> Path:
-        place = self._folder.parent / "damaged-checkpoints" / str(step)
-        if is_first():
-            while place.exists():
-                place = place.with_name(place.name + "-again")
-            place.parent.mkdir(exist_ok=True)
-            (self._folder / str(step)).rename(place)
-        all_texts("moved")  # no process looks at the folder before
-        self._manager.reload()
-        return place
+        if not is_old and known != _checksums(arrays):
+            raise ValueError("checksums of its arrays differ")
+        return Restored(step, _rebuild(like, arrays), position, facts)
 
 
 def _named_arrays(tree: Any) -> dict[str, jax.Array]:
@@ -272,18 +226,9 @@ def _checksums(arrays: dict[str, jax.Array]) -> dict[str, str]:
     return {name: f"{int(_checksum(array)):08x}" for name, array in arrays.items()}
 
 
-def _crc32s(arrays: dict[str, jax.Array]) -> dict[str, int]:
-    """The checksums of version 0.1, of whole arrays on the host."""
-    return {name: zlib.crc32(np.asarray(whole(x)).tobytes()) for name, x in arrays.items()}
-
-
 @jax.jit
 def _checksum(array: jax.Array) -> jax.Array:
-    """Sum the hashes of all words of 8, 16 or 32 bits.
-
-    Changing one word always changes the sum: its hash, with its index, is a bijection (the
-    finalizer of MurmurHash3). Of other changes one in 2^32 goes unnoticed.
-    """
+    """Sum the hashes (MurmurHash3) of all words; changing one word always changes the sum."""
     array = array.astype(jnp.uint8) if array.dtype == bool else array
     bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{min(8 * array.dtype.itemsize, 32)}"))
     place = jnp.uint32(0)

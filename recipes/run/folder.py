@@ -7,7 +7,6 @@ from typing import Any, TypeVar, get_args
 
 import filelock
 import yaml
-from pydantic import ValidationError
 
 from ..config import FORMAT_KEYS, RunConfig
 from ..errors import RecipeError, refused, write_whole
@@ -18,23 +17,16 @@ CONFIG = "config.yaml"
 """The config in a run's folder."""
 ROWS = "rows.jsonl"
 """The results in a sweep's folder."""
+SCORES = "scores.json"
+"""The scores in a run's folder."""
 
 # Keys that may change when a run is resumed: they say nothing about what its state is.
 _FREE = (
     "sweep.",
-    "train.runs_dir",
-    "train.logger",
-    "train.eval_every",
-    "train.eval_batches",
-    "train.checkpoint_every",
-    "train.keep",
-    "train.sample_tokens",
-    "train.sample_prompt",
+    *(f"train.{key}" for key in ("runs_dir", "logger", "eval_", "checkpoint_every", "keep")),
+    "train.sample_",
     "data.cache_dir",
-    "mesh.data",
-    "mesh.fsdp",
-    "mesh.context",
-    "mesh.tensor",
+    *(f"mesh.{axis}" for axis in ("data", "fsdp", "context", "tensor")),
     "model.attention_implementation",
 )
 
@@ -47,8 +39,11 @@ def is_run(folder: str | Path) -> bool:
     return (Path(folder) / CONFIG).is_file()
 
 
-def is_sweep(folder: Path) -> bool:
-    return (folder / ROWS).is_file()
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of a run's complete checkpoints, damaged or not, in order."""
+    place = folder / "checkpoints"
+    names = [path.name for path in place.iterdir()] if place.is_dir() else []
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 @contextlib.contextmanager
@@ -58,8 +53,7 @@ def locked(config: RunConfig) -> Iterator[None]:
     path = folder.with_name(f".{folder.name}.lock")  # beside it: --fresh moves the folder
     lock = filelock.FileLock(path, blocking=False)
     with _writing(folder):
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # its error says what is wrong with the folder
         try:
             lock.acquire()
@@ -89,14 +83,21 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
             while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
                 number += 1
             folder.rename(aside)
-        if changed := _changes(config, folder, resuming=True, free=FORMAT_KEYS if convert else ()):
-            todo = (
-                "change name to start a new run, use the config of that run to resume it, or pass "
-                "--fresh to move it aside"
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        if files and not is_run(folder):
+            raise RecipeError(
+                f"name: {folder} exists but is not a run (it has no {CONFIG}); change name"
             )
-            if all(key.startswith(FORMAT_KEYS) for key in changed):
-                todo += ", or --convert to go on in these formats"
-            raise _other_config(folder, changed, todo)
+        if files != [folder / CONFIG]:  # a start that failed before its first step binds nobody
+            changed = _changes(config, folder) if files else {}
+            formats = all(key.startswith(FORMAT_KEYS) for key in changed)
+            if changed and not (convert and formats):
+                todo = (
+                    "change name to start a new run, use the config of that run to resume it, or "
+                    "pass --fresh to move it aside"
+                )
+                todo += ", or --convert to go on in these formats" if formats else ""
+                raise _other_config(folder, changed, todo)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, dump_config(config))
     return folder
@@ -111,41 +112,20 @@ def existing_run(config: RunConfig) -> Path:
             "that exists"
         )
     changed = _changes(config, folder)
-    changed = {
-        key: how for key, how in changed.items() if key.split(".")[0] in ("model", "precision")
-    }
+    changed = {k: how for k, how in changed.items() if k.split(".")[0] in ("model", "precision")}
     if changed:
         raise _other_config(folder, changed, "use the config of that run, or the name of another")
     return folder
 
 
-def _changes(
-    config: RunConfig, folder: Path, *, resuming: bool = False, free: tuple[str, ...] = ()
-) -> dict[str, str]:
+def _changes(config: RunConfig, folder: Path) -> dict[str, str]:
     """The keys in which a config differs from that of a folder, and their values."""
-    path = folder / CONFIG
-    # A start that failed before its first step binds nobody.
-    bare = not any(file.is_file() and file != path for file in folder.rglob("*"))
-    if not path.exists():
-        if not folder.exists() or (folder.is_dir() and bare):
-            return {}
-        raise RecipeError(
-            f"name: {folder} exists but is not a run (it has no {CONFIG}); change name"
-        )
-    text, old = path.read_bytes(), None
-    with contextlib.suppress(yaml.YAMLError):
-        old = yaml.safe_load(text)
-    if resuming and bare and text == _dump(old).encode():
-        return {}
-    if not isinstance(old, dict):
-        raise RecipeError(f"{path} is damaged; change name, or use --fresh to move it aside")
-    with contextlib.suppress(ValidationError):  # fills in the defaults of newer keys
-        old = type(config).model_validate(config.upgraded(old)).model_dump()
-    before, after = flatten(old), flatten(config.model_dump())
+    kept = written_config(folder, type(config))
+    before, after = flatten(kept.model_dump()), flatten(config.model_dump())
     return {
         key: f"{before.get(key)} -> {after.get(key)}"
         for key in after | before
-        if not key.startswith((*_FREE, *free)) and before.get(key) != after.get(key)
+        if not key.startswith(_FREE) and before.get(key) != after.get(key)
     }
 
 
@@ -171,19 +151,11 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
     """The config of the run in a folder, which must be of a kind."""
     path = folder / CONFIG
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        wanted = get_args(kind.model_fields["recipe"].annotation)
-        name = tree.get("recipe", "gpt") if isinstance(tree, dict) else None
-        if wanted and name is not None and name not in wanted:
-            raise RecipeError(
-                f"{path}: expected a run of recipe {', '.join(wanted)}; got one of {name}; name "
-                "the folder of such a run"
-            )
-        return kind.model_validate(kind.upgraded(tree))
-    except (OSError, yaml.YAMLError, ValidationError) as error:
+        return kind.model_validate(kind.upgraded(yaml.safe_load(path.read_text("utf-8"))))
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise RecipeError(
             f"{path}: expected the config of a run of {kind.__name__}; got: {error}; name the "
-            "folder of such a run"
+            "folder of such a run, or move this one aside with --fresh"
         ) from error
 
 
@@ -204,16 +176,11 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of nested sections by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= (
-            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
+        name = prefix + key
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
 
 
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML, every key written out."""
-    return _dump(config.model_dump())
-
-
-def _dump(tree: Any) -> str:
-    return yaml.safe_dump(tree, sort_keys=False)
+    return yaml.safe_dump(config.model_dump(), sort_keys=False)

@@ -1,8 +1,7 @@
 """Measure the RMS of activations and gradients at each layer, find where they break, plot them.
 
-The model is not changed for this. While it runs, the `__call__` of every module class in it is
-replaced by one that also notes the output and passes it through an identity, whose backward pass
-returns the RMS of the cotangent as the gradient of a dummy scalar.
+While the model runs, the `__call__` of every module class in it is replaced by one that also notes
+the output and passes it through an identity, whose backward pass returns the cotangent's RMS.
 """
 
 import functools
@@ -21,16 +20,12 @@ from matplotlib.figure import Figure
 from unitscale import nn, ops, value_and_grad
 from unitscale.core import is_scaled
 
-from .evaluate import over_amax
 from .report import read_metrics
+from .step import over_amax
 
 
 class Reading(NamedTuple):
-    """The RMS by layer path, in the order in which layers finish, in float32.
-
-    `activations` of outputs, `gradients` of the loss's cotangents at those outputs, `weights` of
-    each parameter's gradient. An RMS is not finite if any element is not.
-    """
+    """The RMS of outputs, of cotangents there, and of weight gradients, in the order of layers."""
 
     loss: jax.Array
     activations: dict[str, jax.Array]
@@ -52,11 +47,7 @@ def probe(model: Any, *inputs: Any) -> Reading:
     graphdef, params, rest = nnx.split(_unrolled(model), nnx.Param, ...)
     # Which layers run, and in which order, is known only from a run.
     paths: list[str] = []
-    jax.eval_shape(
-        lambda params, rest: paths.extend(_loss(params, rest, None, graphdef, inputs)[1]),
-        params,
-        rest,
-    )
+    jax.eval_shape(lambda p, r: paths.extend(_loss(p, r, None, graphdef, inputs)[1]), params, rest)
     loss, noted, at_outputs, weights = _measure(params, rest, inputs, graphdef, tuple(paths))
     names = [
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
@@ -170,41 +161,38 @@ def plot_loss(folder: Path, *, per: str) -> Path:
     figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=120)
     axes = figure.subplots()
     for name, style in (("loss", "-"), ("validation_loss", "o-")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
+        points = np.array([(row["step"], row[name]) for row in rows if name in row]).reshape(-1, 2)
+        axes.plot(*points.T, style, label=name.replace("_", " "), markersize=4)
     axes.set(xlabel="step", ylabel=f"loss (nats per {per})", title=folder.name)
     axes.grid(alpha=0.3)
-    if axes.has_data():
-        axes.legend()
+    axes.legend()
     figure.savefig(path := folder / "loss.png")
     return path
 
 
 def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
     """Draw `rms.png`: the RMS of outputs, of gradients there, and of weight gradients."""
-    first = next(iter(readings.values()))
     kinds = {
         "activations": "output of each layer",
         "gradients": "gradient at each layer's output",
         "weights": "gradient of each parameter",
     }
+    first = next(iter(readings.values()))
     height = 1.5 + 0.16 * max(len(getattr(first, kind)) for kind in kinds)
     figure = Figure(figsize=(16, max(4.0, height)), layout="constrained", dpi=120)
     for axes, (kind, title) in zip(figure.subplots(1, 3), kinds.items(), strict=True):
+        for (label, reading), marker in zip(readings.items(), "ox", strict=False):
+            values = np.array([*getattr(reading, kind).values()], np.float64)
+            drawn = np.isfinite(values) & (values > 0)  # a log axis has no place for the others
+            axes.plot(values[drawn], np.flatnonzero(drawn), marker, label=label, markersize=5)
         names = list(getattr(first, kind))
-        for (label, reading), marker in zip(readings.items(), "oxs^", strict=False):
-            values = np.array([float(getattr(reading, kind)[name]) for name in names])
-            shown = np.isfinite(values) & (values > 0)  # a log axis has no place for the others
-            axes.plot(values[shown], np.flatnonzero(shown), marker, label=label, markersize=5)
         axes.set_xscale("log", base=2)
         axes.axvline(1.0, color="grey", linewidth=1)
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set(xlabel="RMS", title=title)
         axes.grid(alpha=0.3)
-    handles, labels = axes.get_legend_handles_labels()  # the same in all
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
+        axes.legend()
     figure.suptitle(folder.name)
     figure.savefig(path := folder / "rms.png")
     return path

@@ -1,8 +1,6 @@
 """The processes and devices that train a run: `jax.distributed`, meshes and signals.
 
 Every process runs the same program on its share of each batch; only the first prints and writes.
-Errors before the first step are reported by all processes. A process that fails later ends at once,
-and the others then find that it is gone.
 """
 
 import contextlib
@@ -12,11 +10,11 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import jax
 import numpy as np
@@ -33,94 +31,52 @@ from unitscale.parallel import (
     shard_batch,
 )
 
-from ..batches import loss_inputs
 from ..config import RunConfig
 from ..errors import RecipeError, complain, told_by
-
-
-class SharedError(RecipeError):
-    """An error that every process of a run raises."""
-
-
-class Processes(NamedTuple):
-    """The processes of a run; None is taken from the environment.
-
-    `address` is host and port of the first, `count` their number, `index` which one this is.
-    `detect` asks the scheduler that started them (Slurm, Open MPI and others that JAX knows).
-    """
-
-    address: str | None = None
-    count: int | None = None
-    index: int | None = None
-    detect: bool = False
-    heartbeat: int = 100  # seconds after which a silent process counts as lost
+from ..recipe import loss_inputs
 
 
 @contextlib.contextmanager
-def joined(processes: Processes) -> Iterator[None]:
+def joined(
+    address: str | None = None,
+    count: int | None = None,
+    index: int | None = None,
+    detect: bool = False,
+    heartbeat: int = 100,
+) -> Iterator[None]:
     """Join the processes of a run, if there are several, for the length of the block.
 
-    If the block fails, the process reports why and ends immediately: a normal exit would wait for
-    the others, which may be waiting for this one.
+    The arguments are those of `unitscale.parallel.initialize`. On errors the process ends
+    immediately: a normal exit would wait for the others, which may be waiting for this one.
     """
     # The training loop answers SIGTERM itself, see `StopRequest`.
     jax.config.update("jax_enable_preemption_service", False)
-    address, count, index, detect, heartbeat = processes
     try:
         several = initialize(address, count, index, detect=detect, heartbeat=heartbeat)
     except ValueError as error:
         raise RecipeError(f"processes: {error}") from error
-    if not several:
-        yield
-        return
     try:
-        counts = Counter(device.process_index for device in jax.devices())
-        if len(set(counts.values())) > 1:
-            listed = ", ".join(f"{count} in process {index}" for index, count in counts.items())
-            raise SharedError(
-                f"processes: expected the same number of devices in each; got {listed}; set it "
-                "such as by CUDA_VISIBLE_DEVICES"
-            )
         yield
-        multihost_utils.sync_global_devices("all processes are done")
-    except SharedError:
-        raise
+        if several:
+            multihost_utils.sync_global_devices("all processes are done")
     except BaseException as error:
+        if not several:
+            raise
         told = told_by(error)
-        if told or is_lost(error):
-            complain(str(told or lost_message(error)))
-        else:
+        if told is None:
             traceback.print_exc()
+        else:
+            complain(str(told))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(told.exit_code if told else 1)
+        if is_first():
+            time.sleep(2)  # the others end when it does, even those that still say the same
+        os._exit(1 if told is None else told.exit_code)
 
 
 def is_first() -> bool:
     """Tell whether this process prints and writes for all."""
     return jax.process_index() == 0
-
-
-def is_lost(error: BaseException) -> bool:
-    """Tell whether the cause of an error is another process that no longer answers."""
-    if jax.process_count() == 1 or not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
-        return False
-    # Reading an array whose exchange failed raises a plain ValueError.
-    return any(word in str(error) for word in ("Gloo", "NCCL", "UNAVAILABLE", "barrier"))
-
-
-def lost_message(error: BaseException, safe: str = "") -> str:
-    """The message of an error that `is_lost`."""
-    reason = str(error).strip().splitlines()[0][:200]
-    return (
-        f"{_who(jax.process_index())}: another process no longer answers ({reason}); its own log "
-        f"says why, if it could{f'; {safe}' if safe else ''}; run the same command again in every "
-        "process to resume"
-    )
-
-
-def _who(index: int) -> str:
-    return f"process {index} of {jax.process_count()}"
 
 
 def all_texts(text: str) -> list[str]:
@@ -135,52 +91,21 @@ def all_texts(text: str) -> list[str]:
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def largest(number: int) -> int:
-    """The largest of the processes' numbers; all have to call it."""
-    return max(map(int, all_texts(str(number))))
-
-
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Turn a user's error in one process into a SharedError of all."""
-    if jax.process_count() == 1:
-        yield
-        return
-    own: RecipeError | None = None
-    try:
-        yield
-    except Exception as error:
-        own = told_by(error)
-        if own is None:
-            raise
-    texts = all_texts("" if own is None else str(own))
-    if own is not None:
-        raise SharedError(str(own), exit_code=own.exit_code) from own
-    for index, text in enumerate(texts):
-        if text:
-            raise SharedError(f"{_who(index)}: {text}")
-
-
 def check_alike(facts: Mapping[str, Any]) -> None:
-    """Raise a SharedError in every process if the processes' facts or versions differ."""
+    """Raise an error in every process if the processes' facts or versions differ."""
     own = {"unitscale": unitscale.__version__, "jax": jax.__version__, **facts}
-    texts = all_texts(json.dumps({key: repr(value) for key, value in own.items()}))
-    first, *others = map(json.loads, texts)
+    first, *others = map(json.loads, all_texts(json.dumps(own, default=repr)))
     for index, other in enumerate(others, 1):
-        keys = [key for key in first | other if first.get(key) != other.get(key)]
-        if keys:
+        if keys := [key for key in first | other if first.get(key) != other.get(key)]:
             listed = "\n".join(f"  {k}: {first.get(k)} and {other.get(k)}" for k in keys)
-            raise SharedError(
+            raise RecipeError(
                 "processes: expected the same config, data and versions in all; got in processes "
                 f"0 and {index}\n{listed}\nstart every process with the same command and files"
             )
 
 
 class StopRequest:
-    """Within its block, note the first SIGINT or SIGTERM; a second one acts as usual.
-
-    `signal` is None, or the signal that came; shells expect exit code 128 + its number.
-    """
+    """Within its block, note the first SIGINT or SIGTERM; a second one acts as usual."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -200,6 +125,13 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+    def agreed(self, *, logging: bool) -> signal.Signals | None:
+        """The signal to stop at; processes agree on it where they wait for devices anyway."""
+        if jax.process_count() == 1:
+            return self.signal
+        number = max(map(int, all_texts(str(int(self.signal or 0))))) if logging else 0
+        return signal.Signals(number) if number else None
 
 
 def open_mesh(config: RunConfig) -> Mesh | None:
@@ -232,7 +164,7 @@ def place(state: Any, mesh: Mesh | None) -> Any:
     shardings = param_shardings(state, mesh)
     if jax.process_count() == 1:
         return jax.device_put(state, shardings)
-    return jax.jit(_same, out_shardings=shardings)(state)
+    return jax.jit(lambda x: x, out_shardings=shardings)(state)
 
 
 def whole(tree: Any) -> Any:
@@ -242,13 +174,9 @@ def whole(tree: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
             return x
         replicated = NamedSharding(cast(NamedSharding, x.sharding).mesh, PartitionSpec())
-        return jax.jit(_same, out_shardings=replicated)(x).addressable_data(0)
+        return jax.jit(lambda x: x, out_shardings=replicated)(x).addressable_data(0)
 
     return jax.tree.map(own, tree)
-
-
-def _same(tree: Any) -> Any:
-    return tree
 
 
 def share(mesh: Mesh | None) -> dict[str, int]:
@@ -268,10 +196,7 @@ def over(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def divided(batch: Any, mesh: Mesh | None) -> Any:
-    """Inside a compiled function, the arguments of the loss with their sharding constraints.
-
-    Batches are sharded over `batch_axes`, arrays (batch, time) also over the axis context.
-    """
+    """Inside a compiled function, the arguments of the loss with their sharding constraints."""
     if mesh is None:
         return batch
     inputs = loss_inputs(batch)

@@ -1,8 +1,7 @@
-"""Report how a run goes: metrics in files and in loggers, a progress bar or lines on the console.
+"""The metrics of a run, in its folder and in a logger.
 
-Weights & Biases and MLflow are packages that a user installs, imported only where a config names
-them. They read where to send metrics from their own environment variables; a resumed run continues
-there by the id kept in its folder.
+Packages of loggers are imported only where a config names them, and set up by their own environment
+variables; a resumed run continues there by the id kept in its folder.
 """
 
 import contextlib
@@ -12,13 +11,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.summary import scalar
@@ -70,13 +66,20 @@ def open_metrics(config: RunConfig, folder: Path, resume_step: int) -> Metrics:
     if not is_first():
         return Metrics(None)
     logger = None
-    match config.train.logger:
-        case "tensorboard":
-            logger = _tensorboard(folder, resume_step)
-        case "wandb":
-            logger = _wandb(config, folder)
-        case "mlflow":
-            logger = _mlflow(config, folder)
+    if config.train.logger == "tensorboard":
+        logger = _tensorboard(folder, resume_step)
+    elif config.train.logger != "none":
+        start = _wandb if config.train.logger == "wandb" else _mlflow
+        try:
+            logger = start(_package(config), config, folder)
+        except RecipeError:
+            raise
+        except Exception as error:  # each package has its own kinds
+            raise RecipeError(
+                f"train.logger: {config.train.logger} could not start a run: {error}; set it up as "
+                "its documentation says, or set train.logger tensorboard",
+                exit_code=1,
+            ) from error
     return Metrics(folder, logger, resume_step=resume_step)
 
 
@@ -90,10 +93,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def check_logger(config: RunConfig) -> None:
-    """Raise an error if the package of the logger is missing, before a folder is made."""
-    if config.train.logger in ("wandb", "mlflow"):
-        _package(config.train.logger)
+def _package(config: RunConfig) -> Any:
+    name = config.train.logger
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise RecipeError(
+            f"train.logger: {name} needs the package {name}, which cannot be imported ({error}); "
+            f"pip install {name}, or set train.logger tensorboard"
+        ) from error
 
 
 def _tensorboard(folder: Path, resume_step: int) -> Logger:
@@ -116,34 +124,24 @@ def _tensorboard(folder: Path, resume_step: int) -> Logger:
     return Logger(write, events.close)
 
 
-def _wandb(config: RunConfig, folder: Path) -> Logger:
+def _wandb(wandb: Any, config: RunConfig, folder: Path) -> Logger:
     """A run of Weights & Biases; of steps computed again it keeps the first values."""
-    wandb = _package("wandb")
     name = _kept(folder / "wandb.id") or f"{config.name[:40]}-{secrets.token_hex(4)}"
     told = {"name": config.name, "dir": str(folder), "config": config.model_dump()}
-    try:
-        run = wandb.init(id=name, resume="allow", **told)
-    except wandb.Error as error:
-        todo = "run `wandb login`, or set WANDB_MODE=offline"
-        raise _not_started("wandb", error, todo) from error
+    run = wandb.init(id=name, resume="allow", **told)
     write_whole(folder / "wandb.id", name)
     return Logger(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
-def _mlflow(config: RunConfig, folder: Path) -> Logger:
+def _mlflow(mlflow: Any, config: RunConfig, folder: Path) -> Logger:
     """A run of MLflow with the config as parameters; of steps computed again it keeps both."""
-    mlflow = _package("mlflow")
     kept = _kept(folder / "mlflow.id")
-    try:
-        run = mlflow.start_run(run_id=kept, run_name=config.name)
-        if kept is None:
-            # Every version takes 100 parameters at once, of 500 characters each.
-            items = [(k, str(v)[:500]) for k, v in flatten(config.model_dump()).items()]
-            for start in range(0, len(items), 100):
-                mlflow.log_params(dict(items[start : start + 100]))
-    except mlflow.MlflowException as error:
-        todo = "set MLFLOW_TRACKING_URI to a server that answers, or to a folder"
-        raise _not_started("mlflow", error, todo) from error
+    run = mlflow.start_run(run_id=kept, run_name=config.name)
+    if kept is None:
+        # Every version takes 100 parameters at once, of 500 characters each.
+        items = [(k, str(v)[:500]) for k, v in flatten(config.model_dump()).items()]
+        for start in range(0, len(items), 100):
+            mlflow.log_params(dict(items[start : start + 100]))
     write_whole(folder / "mlflow.id", run.info.run_id)
 
     def write(step: int, values: Mapping[str, float]) -> None:
@@ -153,100 +151,6 @@ def _mlflow(config: RunConfig, folder: Path) -> Logger:
     return Logger(write, mlflow.end_run)
 
 
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise RecipeError(
-            f"train.logger: {name} needs the package {name}, which cannot be imported ({error}); "
-            f"pip install {name}, or set train.logger tensorboard"
-        ) from error
-
-
 def _kept(path: Path) -> str | None:
     """The id that an earlier start of the run left."""
     return path.read_text(encoding="utf-8").strip() if path.exists() else None
-
-
-def _not_started(name: str, error: Exception, todo: str) -> RecipeError:
-    return RecipeError(
-        f"train.logger: {name} could not start a run: {error}; {todo}, or set train.logger "
-        "tensorboard",
-        exit_code=1,
-    )
-
-
-class Stopwatch:
-    """The speed of steps since it was last started."""
-
-    def __init__(self, start: int):
-        self.restart(start)
-
-    def restart(self, done: int) -> None:
-        self._since, self._clock, self._paused = done, time.perf_counter(), 0.0
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out the time of a block."""
-        begin = time.perf_counter()
-        yield
-        self._paused += time.perf_counter() - begin
-
-    def speed(self, done: int, per_step: int) -> float | None:
-        """Units per second; None if no step was done since the start."""
-        seconds = time.perf_counter() - self._clock - self._paused
-        if done == self._since:
-            return None
-        return (done - self._since) * per_step / max(seconds, 1e-9)
-
-
-class Reporter:
-    """A progress bar on a terminal, and plain lines elsewhere."""
-
-    def __init__(
-        self, steps: int, start: int, per_step: int, console: Console, unit: str = "tokens"
-    ):
-        self._steps, self._per_step, self._console = steps, per_step, console
-        self._unit = unit
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            self._bar = bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn(f"loss {{task.fields[loss]}}  {{task.fields[speed]}} {unit}/s"),
-                TimeRemainingColumn(),
-                TextColumn("left"),
-                console=console,
-            )
-            self._task = bar.add_task("train", total=steps, completed=start, loss="-", speed="-")
-
-    def __enter__(self) -> Self:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def advance(self, step: int) -> None:
-        """Move the bar."""
-        if self._bar:
-            self._bar.update(self._task, completed=step)
-
-    def report(self, step: int, loss: float, per_second: float | None) -> None:
-        """Show a loss, and the speed if it is known."""
-        speed = "-" if per_second is None else f"{per_second:,.0f}"
-        if self._bar:
-            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}", speed=speed)
-            return
-        left = ""
-        if per_second is not None:
-            seconds = (self._steps - step) * self._per_step / per_second
-            left = f"  {speed} {self._unit}/s  {timedelta(seconds=round(seconds))} left"
-        self.say(f"step {step}/{self._steps}  loss {loss:.4f}{left}")
-
-    def say(self, message: str) -> None:
-        """Print a line above the bar."""
-        self._console.print(message, highlight=False, markup=False, soft_wrap=True)

@@ -1,8 +1,8 @@
-"""The training step: loss, gradients, their exchange, update; and the loop over steps."""
+"""The compiled steps of training and evaluation, and the loop over them."""
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,16 +13,15 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from unitscale import batch_over, value_and_grad
+from unitscale import batch_over, to_array, value_and_grad
 from unitscale.nn import AmaxState
 from unitscale.optim import ScaledTransformation
 from unitscale.parallel import all_reduce, batch_axes
 
-from ..batches import loss_inputs
 from ..config import PrecisionConfig, RunConfig
-from .convert import is_amax
-from .precision import fed, plain, scalified
-from .recipe import recipe_of
+from ..recipe import loss_inputs, recipe_of
+from .precision import fed, is_amax, plain, scaled, scalified
+from .processes import divided, over
 from .state import Skips, TrainState, init_state
 
 OPTIMIZER = "optimizer"
@@ -36,21 +35,11 @@ def make_train_step(
     *,
     mesh: Mesh | None = None,
 ):
-    """The compiled step `(state, batch, index) -> (state, metrics)`.
+    """The compiled step `(state, batch, index) -> (state, metrics)`; it reuses the state's memory.
 
-    Args:
-      graphdef: Of a model of `recipes.run.recipe`.
-      optimizer: Of its parameters.
-      config: Of the run; None for the defaults. It says whether the step runs under
-        `unitscale.scalify`, the loss scale, the format in which devices exchange gradients, the
-        number of micro-batches, and how many steps that are not finite may be left out.
-      mesh: The devices that exchange gradients in a format of their own.
-
-    Returns:
-      A function of a `TrainState`, whose memory is reused, a batch (see `loss_inputs`), and
-      the number of steps done before. Where that is not `state.step`, or the loss or a gradient is
-      not finite, the state comes back as it went in; of a step that is left out it comes back with
-      the step counted.
+    `index` is the number of steps done before. Where that is not `state.step`, or the loss or a
+    gradient is not finite, the state comes back as it went in; of a step that is left out, by the
+    config or a loss scale, it comes back with the step counted.
     """
     precision = PrecisionConfig() if config is None else config.precision
     micro_batches = 1 if config is None else config.data.micro_batches
@@ -205,16 +194,10 @@ def advance(
     stop: int,
     watch: Watch | None = None,
 ) -> TrainState:
-    """Does the steps from `start` to `stop`, without waiting for the device.
+    """Do the steps from `start` to `stop`, without waiting for the device.
 
-    Args:
-      step: Of `make_train_step`.
-      state: Before the first of them; its memory is reused.
-      batches: One for each step, as the step takes them.
-      start: Steps done before.
-      stop: Steps done in the end.
-      watch: Called after each step with the steps done, the state, the step's metrics and its
-        batch; returns the state to go on with, or None to stop there.
+    `watch` is called after each step with the steps done, the state, the step's metrics and its
+    batch; it returns the state to go on with, or None to stop there.
     """
     for index in range(start, stop):
         batch = next(batches)
@@ -240,3 +223,58 @@ def abstract_step(config: RunConfig) -> tuple[nnx.GraphDef, Any, tuple[Any, ...]
     graphdef, optimizer = made
     step = make_train_step(graphdef, optimizer, config)
     return graphdef, step, (state, batch, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def make_loss(graphdef: nnx.GraphDef, *, deterministic: bool = True) -> Callable[..., jax.Array]:
+    """The loss of a model as a function `(params, rest, batch) -> float32 scalar`."""
+
+    def loss(params: Any, rest: Any, batch: Any) -> jax.Array:
+        model: Any = nnx.merge(graphdef, params, rest, copy=True)
+        return model.loss(*loss_inputs(batch), deterministic=deterministic)
+
+    return loss
+
+
+def over_amax(loss: Callable[..., Any], rest: Any) -> tuple[Any, Callable[..., Any]]:
+    """Make delayed scales an argument, so that they are updated: the scales, and the loss."""
+    amax, others = nnx.split_state(rest, AmaxState, ...)
+    return amax, lambda params, amax, *args: loss(params, nnx.merge_state(amax, others), *args)
+
+
+def make_evaluation(
+    graphdef: nnx.GraphDef, precision: PrecisionConfig | None = None, *, mesh: Mesh | None = None
+) -> Callable[..., jax.Array]:
+    """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`."""
+    loss = make_loss(graphdef)
+
+    @jax.jit
+    def evaluate(params, rest, batch):
+        batch = fed(precision, divided(batch, mesh))
+        with over(mesh):
+            return plain(precision, scalified(precision, loss)(params, rest, batch))
+
+    return evaluate
+
+
+def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterable) -> float:
+    """Mean loss over batches of one size, in nats; waits for the device once."""
+    losses = [evaluate(params, rest, batch) for batch in batches]
+    return float(jnp.mean(jnp.stack(losses)))
+
+
+def predict(
+    model: nnx.Module, batches: Iterable[tuple[Any, ...]], precision: PrecisionConfig | None = None
+) -> np.ndarray:
+    """Concatenated float32 outputs of a model for the inputs of all batches, dropout off."""
+    graphdef, state = nnx.split(model)
+    state = scaled(precision, state)
+
+    def outputs(state, inputs):
+        return nnx.merge(graphdef, state)(*inputs, deterministic=True)
+
+    @jax.jit
+    def run(state, inputs):
+        found = scalified(precision, outputs)(state, fed(precision, inputs))
+        return to_array(found).astype(jnp.float32)
+
+    return np.concatenate(jax.device_get([run(state, batch) for batch in batches]))

@@ -21,13 +21,11 @@ from rich.console import Console
 
 from ..config import RunConfig
 from ..errors import RecipeError, write_json
-from ..run.evaluate import make_evaluation
+from ..recipe import recipe_of
 from ..run.folder import locked, open_run, other_data
-from ..run.optimizer import make_optimizer
 from ..run.pool import each, message_of
-from ..run.recipe import recipe_of
-from ..run.state import TrainState, init_state
-from ..run.step import advance, make_train_step
+from ..run.state import TrainState, init_state, make_optimizer
+from ..run.step import advance, make_evaluation, make_train_step
 from ._points import Point, Row, append_row, key_of, make_points, read_rows, report
 
 Known = dict[tuple[float, int], float]

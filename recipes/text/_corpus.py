@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..batches import Data, Examples
 from ..config import DataConfig
 from ..errors import RecipeError
+from ..recipe import Data, Examples
 from ._sources import cache_key, cached, documents
 from ._tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, save_tokenizer, token_dtype
 

@@ -31,7 +31,7 @@ def plots() -> None:
 def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take most of the time of a tiny run."""
     if "plots" not in request.fixturenames:
-        monkeypatch.setattr(train_module, "plot_run", lambda run: None)
+        monkeypatch.setattr(train_module._Run, "plot", lambda run: None)
 
 
 def short_training(folder: Path) -> dict[str, Any]:

@@ -5,8 +5,6 @@ import os
 import time
 from pathlib import Path
 
-from recipes.run.processes import StopRequest
-
 
 def dies_at_two(number: int, folder: str) -> str | None:
     """Work of a task whose process is killed, and of others that are not."""
@@ -21,17 +19,6 @@ def takes_a_while(number: int, folder: str) -> int:
     Path(folder, str(number)).touch()
     time.sleep(0.5)
     return number
-
-
-def waits_for_a_stop(number: int, folder: str) -> None:
-    """Work that leaves a file behind when it begins, and another when it is asked to stop."""
-    with StopRequest() as stop:
-        Path(folder, f"begun-{number}").touch()
-        for _ in range(300):
-            if stop.signal is not None:
-                Path(folder, f"stopped-{number}").touch()
-                break
-            time.sleep(0.1)
 
 
 def level_of_orbax(number: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from recipes.config import PrecisionConfig
 from recipes.finetune.config import FinetuneConfig
 from recipes.finetune.task import TaskData
 from recipes.registry import load_kind
-from recipes.run.evaluate import predict
+from recipes.run.step import predict
 
 FILES = {"squad": "squad.json", "classification": "rows.tsv"}
 ANIMALS = ["fox", "jumper", "line", "dog"] * 3

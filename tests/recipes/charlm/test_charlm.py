@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.batches import loss_inputs
 from recipes.charlm.task import branch_taus, build
 from recipes.cli import main
+from recipes.recipe import loss_inputs
 from recipes.registry import load_config
 from recipes.run.report import read_metrics
 from recipes.run.state import init_state

@@ -21,7 +21,7 @@ from recipes.finetune.config import FinetuneConfig, pretraining_of
 from recipes.finetune.task import abstract_batch, build, load_data, scores
 from recipes.hf import Bert, load
 from recipes.registry import load_config
-from recipes.run.evaluate import SCORES
+from recipes.run.folder import SCORES
 from recipes.run.state import init_state, load_trained
 from unitscale import to_array
 

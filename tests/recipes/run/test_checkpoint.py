@@ -1,11 +1,9 @@
 """Checkpoints give back exactly what went in, and survive damage and full disks."""
 
 import gc
-import json
 import shutil
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +60,6 @@ def test_the_newest_complete_ones_are_kept_and_read_exactly(tmp_path: Path) -> N
         for _ in range(2):  # the second time there is nothing to do
             checkpoints.save(step, make_state(step), {"next": step}, {"seed": step})
     (tmp_path / "checkpoints/4.orbax-checkpoint-tmp-0").mkdir()  # half written
-    assert checkpoints.newest == 3
     restored = restore(tmp_path, lambda facts: make_state(facts["seed"] + 1))
     assert (restored.step, restored.position, restored.facts) == (3, {"next": 3}, {"seed": 3})
     assert_same_bits(restored.state, make_state(3))
@@ -99,7 +96,12 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
     assert placed[1]["w"].sharding.spec == PartitionSpec("fsdp", "tensor")
 
 
-@pytest.mark.parametrize("damage", ["cut", "emptied", "flipped", "missing"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "damage", ["flipped", "missing", *(pytest.param(d, marks=SLOW) for d in ("cut", "emptied"))]
+)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
@@ -120,14 +122,14 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     assert (restored.step, restored.position) == (1, {"at": 1})
     assert_same_bits(restored.state, make_state(1))
     assert ["checkpoint of step 2 is damaged" in line for line in said] == [True]
-    assert (tmp_path / "damaged-checkpoints/2").is_dir()  # set aside, not deleted
+    assert len(list((tmp_path / "damaged-checkpoints").glob("2-*"))) == 1  # set aside, not deleted
     checkpoints.save(2, make_state(5), {}, {})
     assert_same_bits(restore(tmp_path, make_state(0)).state, make_state(5))
     for step in (1, 2):
         array_file(tmp_path, step).write_bytes(b"")
     with pytest.raises(RecipeError, match=r"was damaged \(steps \[2, 1\]\)"):
         restore(tmp_path, make_state(0))
-    assert (tmp_path / "damaged-checkpoints/2-again").is_dir()
+    assert len(list((tmp_path / "damaged-checkpoints").glob("2-*"))) == 2
 
 
 # What Orbax had begun to read when it met the damage is dropped unread; asyncio says so, later.
@@ -156,18 +158,6 @@ def test_one_flipped_bit_is_found_or_does_no_harm(tmp_path: Path) -> None:
         file.write_bytes(content)
     gc.collect()  # asyncio logs what Orbax left unread, while that is captured still
     assert found > 15
-
-
-def test_checksums_of_version_0_1_are_checked(tmp_path: Path) -> None:
-    state = {"x": jnp.arange(3.0)}
-    Checkpoints(tmp_path).save(1, state, {}, {})
-    file = tmp_path / "checkpoints/1/facts/metadata"
-    crc = zlib.crc32(np.arange(3.0, dtype="float32").tobytes())
-    file.write_text(json.dumps({"arrays": {"x": ["float32", [3], crc]}}))
-    assert_same_bits(restore(tmp_path, state).state, state)
-    file.write_text(json.dumps({"arrays": {"x": ["float32", [3], crc + 1]}}))
-    with pytest.raises(RecipeError, match="damaged"):
-        restore(tmp_path, state)
 
 
 def test_another_model_is_not_damage(tmp_path: Path) -> None:

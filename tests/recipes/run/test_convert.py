@@ -1,5 +1,6 @@
 """A run goes on in other number formats, and back, and on other devices."""
 
+import itertools
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from flax import nnx
 from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
-from recipes.run.convert import convert, formats, with_formats
+from recipes.run.precision import convert, formats, with_formats
 from recipes.run.state import LossScale, init_state, load_trained
 from unitscale import to_array
 from unitscale.core import format_of
@@ -28,7 +29,6 @@ FORMATS = {
     "fp8": ("precision.policy=fp8",),
     "fp8_delayed": ("precision.policy=fp8_delayed",),
     "fp8_readout": ("precision.policy=fp8_delayed", "precision.readout=true"),
-    "fp8_readout_gradients": ("precision.policy=fp8", "precision.readout=gradients"),
     "policies": ("precision.policy=fp8", "precision.layers={'*.down': float32}"),
     "6 bytes": ("precision.weights=float16", "precision.moments=[float8_e4m3fn, float16]"),
     "small in float32": (
@@ -46,8 +46,13 @@ def values(tree: Any) -> Any:
     return to_array(tree, jnp.float32)
 
 
-@pytest.mark.parametrize("target", FORMATS)
-@pytest.mark.parametrize("source", ["float32", "6 bytes"])
+QUICK = [("6 bytes", "float32"), ("float32", "fp8_delayed"), ("float32", "small in float32")]
+OTHERS = [p for p in itertools.product(("float32", "6 bytes"), FORMATS) if p not in QUICK]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), QUICK + [pytest.param(*p, marks=pytest.mark.slow) for p in OTHERS]
+)
 def test_values_are_carried_over(make_config: MakeConfig, source: str, target: str) -> None:
     old, new = (make_config(*OURS, *FORMATS[name]) for name in (source, target))
     _, _, first = init_state(old.model_copy(update={"seed": 5}))
@@ -74,21 +79,23 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("source", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize("target", STRATEGIES.values(), ids=STRATEGIES)
-def test_scales_are_carried_within_a_strategy(
-    make_config: MakeConfig, source: tuple[str, ...], target: tuple[str, ...]
-) -> None:
+def test_scales_are_carried_within_a_strategy(make_config: MakeConfig) -> None:
     """Those of another are not: they would be frozen, or of a history of another length."""
-    old, new = (make_config(*OURS, *words) for words in (source, target))
-    saved, (_, optimizer, like) = init_state(old)[2], init_state(new)
-    amax, rest = nnx.split_state(saved.rest, AmaxState, ...)
-    moved = nnx.merge_state(jax.tree.map(lambda leaf: leaf + 1, amax), rest)
-    state = convert(saved._replace(rest=moved), old, new, optimizer, like)
-    expected = moved if source == target else like.rest
-    found, wanted = (nnx.filter_state(rest, AmaxState) for rest in (state.rest, expected))
-    assert nnx.to_flat_state(found)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    made = {}
+    for name, words in STRATEGIES.items():
+        config = make_config(*OURS, *words)
+        _, optimizer, like = init_state(config)
+        amax, rest = nnx.split_state(like.rest, AmaxState, ...)
+        moved = nnx.merge_state(jax.tree.map(lambda leaf: leaf + 1, amax), rest)
+        made[name] = config, optimizer, like, like._replace(rest=moved)
+    for source, target in itertools.product(made, made):
+        old, _, _, saved = made[source]
+        new, optimizer, like, _ = made[target]
+        state = convert(saved, old, new, optimizer, like)
+        expected = saved.rest if source == target else like.rest
+        found, wanted = (nnx.filter_state(rest, AmaxState) for rest in (state.rest, expected))
+        assert nnx.to_flat_state(found)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 def test_a_dynamic_loss_scale_is_carried_over(make_config: MakeConfig) -> None:

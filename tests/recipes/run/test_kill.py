@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from recipes import train as train_module
+from recipes.cli import main
 from recipes.registry import load_config
 from recipes.run.processes import StopRequest
 from recipes.run.report import read_metrics
@@ -26,7 +28,7 @@ NURSERY = """
 import json, os, sys
 from recipes import train
 from recipes.registry import load_config
-train.plot_run = lambda run: None  # most of the time of so small a run
+train._Run.plot = lambda run: None  # most of the time of so small a run
 for line in sys.stdin:
     path, *words = json.loads(line)
     child = os.fork()
@@ -132,13 +134,8 @@ def test_the_first_signal_is_noted_and_the_second_acts() -> None:
 def test_a_stopped_process_saves(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "recipes", "train", str(config_file)]
     command += ["train={steps: 1000000, log_every: 1, checkpoint_every: 1000000}"]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, **pipes)
     assert process.stdout is not None
     for line in process.stdout:  # ends when the process does
         if line.startswith("step 3/"):
@@ -150,3 +147,21 @@ def test_a_stopped_process_saves(config_file: Path, tmp_path: Path, number: sign
     assert "run the same command to resume" in out
     (saved,) = (tmp_path / "runs" / "tiny" / "checkpoints").iterdir()
     assert int(saved.name) >= 3
+
+
+@pytest.mark.parametrize(("saved", "said"), [(0, "nothing was trained"), (7, "step 7 is kept")])
+def test_an_interruption_outside_of_the_loop_says_what_is_kept(
+    config_file: Path,
+    saved: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(config: object) -> None:
+        raise KeyboardInterrupt
+
+    if saved:
+        (config_file.parent / f"runs/tiny/checkpoints/{saved}").mkdir(parents=True)
+    monkeypatch.setattr(train_module, "recipe_of", interrupted)
+    assert main(["train", str(config_file)]) == 130
+    assert said in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Schedules and update rules are those the config names."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,12 +12,11 @@ from flax import nnx
 
 from recipes.config import OptimizerConfig
 from recipes.gpt.config import GPTConfig
-from recipes.run.optimizer import make_optimizer, make_schedule, updates_done
-from recipes.run.state import init_state
-from unitscale import to_array
+from recipes.run.state import init_state, make_optimizer, make_schedule, updates_done
 from unitscale.optim import ScaledTransformation
 from unitscale.rules import ROLES
 
+SLOW = pytest.mark.slow
 MOMENTS = ["float8_e4m3fn", "float16"]
 
 
@@ -45,35 +45,47 @@ def test_schedule(schedule: str, middle: float, last: float) -> None:
 
 
 def updates(config: GPTConfig, params: Any, grads: Any) -> Any:
-    optimizer = make_optimizer(config, params)
-    return optimizer.update(grads, optimizer.init(params), params)[0]
+    @jax.jit
+    def run(params: Any, grads: Any) -> Any:
+        optimizer = make_optimizer(config, params)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    return run(params, grads)
+
+
+@functools.cache
+def params_of(scan: bool = False, **shape: Any) -> Any:
+    """The parameters of the model of `make`; they depend on no optimizer."""
+    config = make(umup=True)
+    model = config.model.model_copy(update={"scan": scan} | shape)
+    return init_state(config.model_copy(update={"model": model}))[2].params
 
 
 PARAMS = {"kernel": jnp.full((3, 4), 2.0), "gain": jnp.full((4,), 2.0)}
 GRADS = jax.tree.map(lambda p: jnp.full_like(p, 3.0), PARAMS)
 
 
+FEW = {"weights": "float16", "moments": ["float8_e4m3fn"] * 2}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"name": "sgd", "b1": 0.0, "umup": False},
-        {"name": "adamw", "clip_norm": 1.0, "weight_decay": 0.1},
-        {"precision": {"weights": "float16", "moments": ["float8_e4m3fn"] * 2}},
-        {"name": "lion", "precision": {"weights": "float16", "moments": ["float8_e4m3fn"] * 2}},
-        {
-            "name": "muon",
-            "clip_norm": 1.0,
-            "precision": {"weights": "float16", "moments": ["float16"] * 2},
-        },
+        {"name": "muon", "clip_norm": 1.0, "precision": FEW | {"moments": ["float16"] * 2}},
+        pytest.param({"name": "adamw", "clip_norm": 1.0, "weight_decay": 0.1}, marks=SLOW),
+        pytest.param({"name": "lion", "precision": FEW}, marks=SLOW),
     ],
     ids=str,
 )
 def test_updates_are_counted(settings: dict[str, Any]) -> None:
     config = make(**settings)
-    _, optimizer, state = init_state(config)
-    assert updates_done(state.opt_state) == 0
-    grads = to_array(state.params, jnp.float32)
-    _, after = optimizer.update(grads, state.opt_state, state.params)
+    optimizer = make_optimizer(config, params_of())
+    scales = isinstance(optimizer, ScaledTransformation)
+    params = optimizer.scale_params(params_of()) if scales else params_of()
+    state = optimizer.init(params)
+    assert updates_done(state) == 0
+    after = jax.jit(lambda *told: optimizer.update(*told)[1])(params_of(), state, params)
     assert updates_done(after) == 1
 
 
@@ -89,12 +101,9 @@ def test_sgd_and_clipping() -> None:
 )
 def test_eps_of_adam_fits_the_size_of_gradients(settings: dict[str, Any], eps: float) -> None:
     config = make(name="adam", **settings)
-    _, _, state = init_state(config)
     # The first step of Adam is g / (|g| + eps).
     small, large = (
-        updates(
-            config, state.params, jax.tree.map(lambda p, g=g: jnp.full_like(p, g), state.params)
-        )
+        updates(config, params_of(), jax.tree.map(lambda p, g=g: jnp.full_like(p, g), params_of()))
         for g in (eps, 1e4 * max(eps, 1.0))
     )
     np.testing.assert_allclose(
@@ -102,26 +111,16 @@ def test_eps_of_adam_fits_the_size_of_gradients(settings: dict[str, Any], eps: f
     )
 
 
-def test_adamw_decays_matrices_only() -> None:
-    out = updates(make(name="adamw", umup=False, weight_decay=0.1), PARAMS, GRADS)
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_matrices_alone_decay(name: str) -> None:
+    out = updates(make(name=name, umup=False, weight_decay=0.1), PARAMS, GRADS)
     np.testing.assert_allclose(out["kernel"], -0.5 * (1 + 0.1 * 2.0), rtol=1e-5)
     np.testing.assert_allclose(out["gain"], -0.5, rtol=1e-5)
-    out = updates(make(name="adam", umup=False), PARAMS, GRADS)
-    np.testing.assert_allclose(out["kernel"], -0.5, rtol=1e-5)
 
 
-def test_lion_moves_by_signs() -> None:
-    out = updates(make(name="lion", umup=False, weight_decay=0.1), PARAMS, GRADS)
-    np.testing.assert_allclose(out["kernel"], -0.5 * (1 + 0.1 * 2.0), rtol=1e-6)
-    np.testing.assert_allclose(out["gain"], -0.5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_muon_moves_hidden_kernels_as_the_rule_says(scan: bool) -> None:
-    config = make(name="muon")
-    shape = config.model.model_copy(update={"scan": scan})
-    _, _, state = init_state(config.model_copy(update={"model": shape}))
-    out = nnx.to_pure_dict(updates(config, state.params, state.params))
+    out = nnx.to_pure_dict(updates(make(name="muon"), params_of(scan), params_of(scan)))
     layers = out["stack"]["layers"]
     down = (layers if scan else layers[0])["mlp"]["down"]["kernel"]  # 32 to 8, in 2 branches
     values = np.linalg.svd(np.asarray(down).reshape(32, 8), compute_uv=False)
@@ -132,13 +131,13 @@ def test_muon_moves_hidden_kernels_as_the_rule_says(scan: bool) -> None:
     assert size == pytest.approx(0.5 * 8**-0.5 * first, rel=0.01)
 
 
-@pytest.mark.parametrize("umup", [False, True])
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    ("scan", "umup"),
+    [(True, True), (False, False), pytest.param(False, True, marks=pytest.mark.slow)],
+)
 def test_decay_leaves_out_gains_and_biases_of_a_stack_too(scan: bool, umup: bool) -> None:
     config = make(name="adamw", umup=umup, weight_decay=0.1)
-    shape = config.model.model_copy(update={"scan": scan, "bias": True, "norm": "layer"})
-    _, _, state = init_state(config.model_copy(update={"model": shape}))
-    ones = jax.tree.map(jnp.ones_like, state.params)
+    ones = jax.tree.map(jnp.ones_like, params_of(scan, bias=True, norm="layer"))
     out = updates(config, ones, jax.tree.map(jnp.zeros_like, ones))
     leaves = [leaf for _, leaf in nnx.to_flat_state(out)]
     decays = {(leaf.role, bool(np.any(leaf.get_value()))) for leaf in leaves}
@@ -146,26 +145,22 @@ def test_decay_leaves_out_gains_and_biases_of_a_stack_too(scan: bool, umup: bool
     assert decays == {(role, role in matrices) for role in (*matrices, "bias", "norm")}
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
-def test_decay_under_umup_depends_on_neither_learning_rate_nor_role(name: str) -> None:
-    def decay(**settings: Any) -> Any:
-        config = make(name=name, **settings)
-        _, _, state = init_state(config)
-        zero = jax.tree.map(jnp.zeros_like, state.params)
-        return jax.tree.map(jnp.divide, updates(config, state.params, zero), state.params)
-
-    for rate in (0.5, 0.001):
-        shares = nnx.to_pure_dict(decay(learning_rate=rate, weight_decay=0.01))
-        np.testing.assert_allclose(shares["readout"]["kernel"], -0.01, rtol=1e-5)
-        np.testing.assert_allclose(shares["embed"]["embedding"], -0.01, rtol=1e-5)
-        np.testing.assert_allclose(shares["norm"]["gain"], 0.0)
+@pytest.mark.parametrize(("name", "rate"), [("adamw", 0.5), ("lion", 0.001), ("muon", 0.5)])
+def test_decay_under_umup_depends_on_neither_learning_rate_nor_role(name: str, rate: float) -> None:
+    params = params_of()
+    config = make(name=name, learning_rate=rate, weight_decay=0.01)
+    moved = updates(config, params, jax.tree.map(jnp.zeros_like, params))
+    shares = nnx.to_pure_dict(jax.tree.map(jnp.divide, moved, params))
+    np.testing.assert_allclose(shares["readout"]["kernel"], -0.01, rtol=1e-5)
+    np.testing.assert_allclose(shares["embed"]["embedding"], -0.01, rtol=1e-5)
+    np.testing.assert_allclose(shares["norm"]["gain"], 0.0)
 
 
 def test_umup_gives_each_role_its_rate() -> None:
-    def rates(config) -> dict[str, float]:
-        _, _, state = init_state(config)
-        large = jax.tree.map(lambda p: jnp.full_like(p, 1e4), state.params)  # beside eps
-        out = nnx.to_pure_dict(updates(config, state.params, large))
+    large = jax.tree.map(lambda p: jnp.full_like(p, 1e4), params_of())  # beside eps
+
+    def rates(config: GPTConfig) -> dict[str, float]:
+        out = nnx.to_pure_dict(updates(config, params_of(), large))
         found = {
             "embedding": out["embed"]["embedding"],
             "readout": out["readout"]["kernel"],
@@ -178,10 +173,6 @@ def test_umup_gives_each_role_its_rate() -> None:
     assert rates(make()) == pytest.approx(expected, rel=1e-5)
     expected["embedding"] *= 4.0
     assert rates(make(multipliers={"embedding": 4.0})) == pytest.approx(expected, rel=1e-5)
-
-
-def test_every_role_has_a_multiplier() -> None:
-    assert set(OptimizerConfig().multipliers) == set(ROLES)
 
 
 def test_multipliers_without_umup() -> None:

@@ -9,7 +9,6 @@ import pytest
 from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
-from recipes.run.evaluate import make_evaluation, make_loss
 from recipes.run.processes import (
     divided,
     on_mesh,
@@ -21,6 +20,7 @@ from recipes.run.processes import (
     whole,
 )
 from recipes.run.state import init_state
+from recipes.run.step import make_evaluation, make_loss
 from recipes.train import make_train_step
 from unitscale import value_and_grad
 
@@ -58,7 +58,7 @@ def test_a_run_on_a_mesh_is_that_of_one_device_and_resumes(
     "words",
     [
         (*UNIT, "model.attention_implementation=plain"),
-        ("model.dropout=0.0",),
+        pytest.param(("model.dropout=0.0",), marks=pytest.mark.slow),
         pytest.param((*UNIT, "model.attention_implementation=chunked"), marks=pytest.mark.slow),
         pytest.param((*UNIT, "model.heads=4"), marks=pytest.mark.slow),
     ],
@@ -102,7 +102,11 @@ def test_no_device_holds_a_whole_sequence(make_config: MakeConfig) -> None:
         assert f"[4,16,{hidden}]" not in text
 
 
-@pytest.mark.parametrize("words", [UNIT, ("model.dropout=0.0",)], ids=["unitscale", "plain"])
+@pytest.mark.parametrize(
+    "words",
+    [UNIT, pytest.param(("model.dropout=0.0",), marks=pytest.mark.slow)],
+    ids=["ours", "plain"],
+)
 def test_activations_lie_where_the_batch_does(make_config: MakeConfig, words) -> None:
     """What comes into the layers and out of each; else XLA may move them to the weights."""
     config = make_config(*words, "mesh={fsdp: 4, context: 2}")

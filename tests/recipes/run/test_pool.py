@@ -37,20 +37,18 @@ def test_an_interruption_begins_nothing_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_stop_when_their_parent_is_killed(tmp_path: Path) -> None:
+def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     code = f"""
 from recipes.run.pool import each
-from tests.recipes.dying import waits_for_a_stop
-list(each([(number, {str(tmp_path)!r}) for number in range(6)], 2, waits_for_a_stop))
+from tests.recipes.dying import takes_a_while
+list(each([(number, {str(tmp_path)!r}) for number in range(100)], 2, takes_a_while))
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    while len(list(tmp_path.glob("begun-*"))) < 2 and parent.poll() is None:
+    while not list(tmp_path.iterdir()) and parent.poll() is None:
         time.sleep(0.1)
     parent.kill()
-    parent.communicate()  # until the last process that has its output has ended
-    begun = {path.name.removeprefix("begun-") for path in tmp_path.glob("begun-*")}
-    stopped = {path.name.removeprefix("stopped-") for path in tmp_path.glob("stopped-*")}
-    assert begun == stopped == {"0", "1"}
+    parent.communicate(timeout=20)  # until the last process that has its output has ended
+    assert len(list(tmp_path.iterdir())) < 20
 
 
 def test_a_message_is_one_line() -> None:
@@ -61,7 +59,7 @@ def test_a_message_is_one_line() -> None:
 # Page faults of 64 MiB that are written, freed and written again, in a thread as XLA's are.
 AGAIN = """
 import ctypes, resource, threading
-from recipes.startup import keep_freed_memory
+from recipes.run.pool import keep_freed_memory
 
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault for each page, not for 512
 kept = keep_freed_memory()

@@ -12,10 +12,9 @@ from flax import nnx
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.gpt.task import build
-from recipes.run.evaluate import make_evaluation
 from recipes.run.precision import make_policy, plain
 from recipes.run.state import LossScale, TrainState, init_state, load_trained
-from recipes.run.step import make_train_step
+from recipes.run.step import make_evaluation, make_train_step
 from tests.products import products
 from unitscale import nn
 from unitscale.core import ScaledArray, is_scaled
@@ -176,7 +175,12 @@ def test_a_dynamic_loss_scale_follows_the_gradients(make_config: MakeConfig) -> 
     found = [(float(np.log2(scale.value)), int(scale.good)) for scale in scales]
     assert found == [(127, 0), (126, 0), (125, 0), (125, 1), (125, 2)]
     assert [int(state.step) for state in states] == list(range(5))
-    assert [same(*pair) for pair in itertools.pairwise(states)] == [True, True, False, False]
+    assert [same(*pair) for pair in itertools.pairwise(states)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     last = LossScale(jnp.float32(4), jnp.int32(1999)).after(jnp.bool_(True))
     assert (float(last.value), int(last.good)) == (8, 0)
 

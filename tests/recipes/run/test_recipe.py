@@ -5,10 +5,9 @@ import inspect
 import numpy as np
 import pytest
 
-from recipes.batches import loss_inputs
 from recipes.config import RunConfig
+from recipes.recipe import Recipe, loss_inputs, recipe_of
 from recipes.registry import RECIPES
-from recipes.run.recipe import Recipe, recipe_of
 
 
 def test_windows_are_ids_and_targets_one_further():

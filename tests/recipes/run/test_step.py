@@ -25,6 +25,7 @@ MakeConfig = Callable[..., GPTConfig]
 GOOD, BAD = (np.full((4, 17), i, np.int32) for i in (1, 2))
 DEVICES = 4
 ON_FOUR = ("mesh.data=4",)
+SLOW = pytest.mark.slow
 
 
 def arrays(tree: Any) -> list[np.ndarray]:
@@ -81,7 +82,10 @@ STORED = (
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("data.batch_size=8", *STORED, *ON_FOUR, "precision.exchange=float8_e4m3fn")],
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("data.batch_size=8", *STORED, *ON_FOUR, "precision.exchange=float8_e4m3fn"),
+    ],
     ids=["float32", "stored in few bits, on a mesh"],
 )
 def test_the_state_is_replaced_in_place(make_config: MakeConfig, words: tuple[str, ...]) -> None:
@@ -157,7 +161,9 @@ def test_automatic_scaling_is_part_of_the_state(make_config: MakeConfig) -> None
     assert state.auto is None
 
 
-@pytest.mark.parametrize("words", [(), ("model.library=unitscale", "model.scan=true")], ids=str)
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("model.library=unitscale", "model.scan=true"), marks=SLOW)], ids=str
+)
 def test_dropout_differs_between_devices(make_config: MakeConfig, words: tuple[str, ...]) -> None:
     """With the same rows on all devices, another mask on each gives another mean."""
     settings = ("data.batch_size=8", "model.dropout=0.5", *ON_FOUR, "precision.exchange=float32")
@@ -196,7 +202,9 @@ def amax(state: TrainState) -> list[QuantState]:
     return [variable.get_value() for _, variable in own]
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp8", "fp8_delayed"])
+@pytest.mark.parametrize(
+    "precision", ["fp8_delayed", *(pytest.param(p, marks=SLOW) for p in ("float32", "fp8"))]
+)
 def test_micro_batches_make_the_step_of_the_whole_batch(
     make_config: MakeConfig, precision: str
 ) -> None:

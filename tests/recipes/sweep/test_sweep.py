@@ -12,12 +12,11 @@ from rich.console import Console
 from recipes.cli import main
 from recipes.config import RunConfig
 from recipes.errors import RecipeError
-from recipes.run.evaluate import make_evaluation, mean_loss
+from recipes.recipe import recipe_of
 from recipes.run.folder import locked
 from recipes.run.pool import each
-from recipes.run.recipe import recipe_of
 from recipes.run.state import init_state
-from recipes.run.step import advance, make_train_step
+from recipes.run.step import advance, make_evaluation, make_train_step, mean_loss
 from recipes.sweep import _sweep as module, append_row, read_rows, sweep
 from recipes.sweep._sweep import Trials, missing
 from recipes.train import train

@@ -1,17 +1,19 @@
-"""From random-access data to batches: shuffled, repeated and divided among processes.
+"""The interface of recipes: a model, its data in batches, scores, and closing lines.
 
-A source is what `grain.MapDataset.source` takes: it has a length, and an index gives a tree of
-arrays. Training is endless, in an order that the seed decides, from a position that can be saved.
-Validation is finite and always the same.
+A recipe is a package `recipes.<name>` with a module `task`, which fulfils `Recipe`, and a module
+`config`, whose subclass of `RunConfig` is listed in `recipes.registry`.
 """
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import grain
 import numpy as np
+
+from .config import RunConfig
 
 Draw = Callable[[Any, np.random.Generator], Any]
 """Makes an example of an element of the source, by draws from a generator."""
@@ -20,19 +22,10 @@ Batches = grain.DatasetIterator
 """An iterator with `get_state`, its position as JSON values, and `set_state`."""
 
 
-def loss_inputs(batch: Any) -> tuple[Any, ...]:
-    """The arguments of a model's `loss`: a batch that is a tuple, or ids and targets of windows.
-
-    Windows are one array (batch, time + 1); targets are the ids one position further.
-    """
-    return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
-
-
 class Examples(NamedTuple):
-    """A sequence of at most 2**32 examples.
+    """A sequence of examples, and its share of a training batch beside other sources.
 
-    `draw` makes examples of elements, anew every epoch of training and always the same for
-    validation. `weight` is the share of a training batch beside other sources.
+    `draw` makes examples of elements, anew every epoch of training, always the same for validation.
     """
 
     source: Any
@@ -47,7 +40,7 @@ class Examples(NamedTuple):
 
 
 class Data(ABC):
-    """The training and validation data of a run; a subclass says what the examples are."""
+    """The data of a run: endless training, which can be resumed, and finite validation."""
 
     batch_size: int
     """Examples of a batch, over all processes."""
@@ -78,12 +71,11 @@ class Data(ABC):
     def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
         """Endless batches, reshuffled every epoch; each source goes through its own epochs.
 
-        Batch k is the same set of examples for any number of processes, each of which gets its
-        share. Of the seed 32 bits count.
+        Batch k is the same for any number of processes, each of which gets its share.
         """
         if self.batch_size % processes:
             raise ValueError(
-                "recipes.batches.Data: batch_size must be a multiple of processes; got "
+                "recipes.recipe.Data: batch_size must be a multiple of processes; got "
                 f"{self.batch_size} and {processes}; change data.batch_size"
             )
         found = self.examples(training=True)
@@ -97,10 +89,7 @@ class Data(ABC):
         return iter(share.to_iter_dataset())
 
     def validation(self, batches: int | None = None) -> Iterator[Any]:
-        """The same whole batches each time, at most so many, shuffled once so that few are fair.
-
-        Data of fewer examples than a batch is one batch.
-        """
+        """The same whole batches each time, at most so many, shuffled once so that few are fair."""
         parts = [examples.shuffled(0) for examples in self.examples(training=False)]
         dataset = parts[0]
         if len(parts) > 1:
@@ -108,3 +97,51 @@ class Data(ABC):
         dataset = dataset.batch(min(self.batch_size, len(dataset)), drop_remainder=True)
         count = len(dataset) if batches is None else min(batches, len(dataset))
         return (dataset[index] for index in range(count))
+
+
+def loss_inputs(batch: Any) -> tuple[Any, ...]:
+    """The arguments of `loss`: a batch that is a tuple, or ids and targets of its windows."""
+    return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
+
+
+class Recipe(Protocol):
+    """The functions of a module `recipes.<name>.task`."""
+
+    def build(self, config: Any) -> Any:
+        """The model that a config describes, its parameters drawn from `config.seed`.
+
+        Its `loss(*loss_inputs(batch), deterministic=...)` is a mean in nats per `config.loss_unit`.
+        """
+        ...
+
+    def abstract_batch(self, config: Any) -> Any:
+        """Shapes and dtypes of a training batch."""
+        ...
+
+    def load_data(self, config: Any) -> Data:
+        """Read the data that a config names; raise a RecipeError if it is missing or unusable."""
+        ...
+
+    def scores(self, config: Any, data: Any, model: Any, folder: Path) -> dict[str, float]:
+        """Scores beside the loss, by name; details may be written to the folder."""
+        ...
+
+    def closing(self, config: Any, data: Any, model: Any, folder: Path) -> Iterator[str]:
+        """Lines to show of a model that was just trained, beside loss and scores."""
+        ...
+
+
+def no_scores(config: Any, data: Any, model: Any, folder: Path) -> dict[str, float]:
+    """None: the loss says it all."""
+    return {}
+
+
+def no_closing(config: Any, data: Any, model: Any, folder: Path) -> Iterator[str]:
+    """Nothing: loss and scores say it all."""
+    return iter(())
+
+
+def recipe_of(config: RunConfig) -> Recipe:
+    """The recipe that a config is of."""
+    # By name, because recipes are built on this module, and few runs need them all.
+    return importlib.import_module(f"recipes.{config.recipe}.task")  # pyright: ignore[reportReturnType]
