@@ -28,8 +28,16 @@ from .config import RunConfig
 from .errors import RecipeError, write_json
 from .recipe import Batches, Data, loss_inputs, recipe_of
 from .run.checkpoint import Checkpoints
-from .run.folder import SCORES, flatten, locked, open_run, other_data, run_folder
-from .run.precision import formats, plain, watch_overflow
+from .run.folder import (
+    SCORES,
+    Metrics,
+    flatten,
+    locked,
+    open_metrics,
+    open_run,
+    other_data,
+    run_folder,
+)
 from .run.probe import plot_loss, plot_rms, probe
 from .run.processes import (
     StopRequest,
@@ -42,14 +50,16 @@ from .run.processes import (
     share,
     whole,
 )
-from .run.report import Metrics, open_metrics
 from .run.state import (
     TrainState,
     build_model,
+    formats,
     init_state,
     make_schedule,
+    plain,
     restore,
     updates_done,
+    watch_overflow,
     with_kept_tokenizer,
 )
 from .run.step import advance, make_evaluation, make_train_step, mean_loss
@@ -172,8 +182,9 @@ class _Run:
         shares = (place_batch(batch, self.mesh) for batch in self.batches)
         self.bar = self.progress.add_task("train", total=steps, completed=start, loss="-")
         self.start, self.clock = start, (start, time.perf_counter())
+        opened = open_metrics(self.config, self.folder, start) if is_first() else Metrics(None)
         with (
-            contextlib.closing(open_metrics(self.config, self.folder, start)) as metrics,
+            contextlib.closing(opened) as metrics,
             StopRequest() as stop,
             self.progress,
         ):

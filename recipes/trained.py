@@ -16,8 +16,7 @@ from .gpt.generate import Writer, writes
 from .hf import load
 from .recipe import recipe_of
 from .run.folder import run_folder
-from .run.precision import plain
-from .run.state import TrainState, load_checkpoint, load_trained, with_run_tokenizer
+from .run.state import TrainState, load_checkpoint, load_trained, plain, with_run_tokenizer
 from .run.step import make_evaluation, mean_loss
 from .text import SubwordTokenizer, open_tokenizer, require_vocab
 from .train import save_scores, shown, shown_scores

@@ -12,8 +12,7 @@ from unitscale import to_array
 
 from ..recipe import no_scores
 from ..run.folder import earlier_run
-from ..run.precision import make_policy
-from ..run.state import take_weights
+from ..run.state import make_policy, take_weights
 from ..text import Corpus, Mixture
 from .config import BertConfig
 from .data import load_data as load_data

@@ -13,7 +13,7 @@ from unitscale import nn, ops, rules
 from ..config import BYTES
 from ..hf.plain import attend
 from ..recipe import no_closing, no_scores
-from ..run.precision import make_policy
+from ..run.state import make_policy
 from ..text import Corpus, Mixture, load_corpus
 from .config import CharlmConfig, CharlmModelConfig
 

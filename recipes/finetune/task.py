@@ -21,8 +21,7 @@ from ..errors import RecipeError
 from ..hf import Bert, Pretrained, load, save, shape_of_bert
 from ..recipe import Data, Examples
 from ..run.folder import SCORES
-from ..run.precision import make_policy
-from ..run.state import take_weights
+from ..run.state import make_policy, take_weights
 from ..run.step import predict
 from ..text import SubwordTokenizer, require_vocab, save_tokenizer
 from . import data as files, scores as scoring

@@ -20,8 +20,7 @@ from unitscale.nn import convert
 from ..errors import RecipeError
 from ..recipe import no_scores
 from ..run.folder import earlier_run
-from ..run.precision import make_policy
-from ..run.state import take_weights
+from ..run.state import make_policy, take_weights
 from ..text import Corpus, Mixture, Tokenizer, load_corpus, open_tokenizer, require_vocab
 from . import model
 from .config import GPTConfig

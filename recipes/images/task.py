@@ -22,7 +22,7 @@ from ..errors import RecipeError
 from ..hf.plain import make_product
 from ..pooling import mean_of_tokens
 from ..recipe import no_closing
-from ..run.precision import make_policy
+from ..run.state import make_policy
 from ..run.step import predict
 from .config import ImageModelConfig, ImagesConfig
 from .data import ImageData, load_images

@@ -1,9 +1,19 @@
-"""A run's folder: made once, and resumed only by the config that made it."""
+"""A run's folder: resumed only by the config that made it, and the metrics in it.
+
+Packages of loggers are imported only where a config names them, and set up by their own environment
+variables; a resumed run continues there by the id kept in its folder.
+"""
 
 import contextlib
-from collections.abc import Iterator
+import importlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import filelock
 import yaml
@@ -184,3 +194,132 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML, every key written out."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False)
+
+
+class Logger(NamedTuple):
+    """Shows the metrics of a run: `write(step, values)` and `close()`."""
+
+    write: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], Any]
+
+
+class Metrics:
+    """Metrics as lines of JSON in `metrics.jsonl`, and in a logger; nowhere without a folder."""
+
+    def __init__(self, folder: Path | None, logger: Logger | None = None, *, resume_step: int = 0):
+        self._lines, self._logger = None, logger
+        if folder is not None:
+            path = folder / "metrics.jsonl"
+            kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+            self._lines = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, **values: float) -> None:
+        """Record values by name at a step (steps done so far)."""
+        if self._lines:
+            self._lines.write(json.dumps({"step": step, **values}) + "\n")
+            self._lines.flush()
+        if self._logger:
+            self._logger.write(step, values)
+
+    def close(self) -> None:
+        for opened in filter(None, (self._lines, self._logger)):
+            opened.close()
+
+
+def open_metrics(config: RunConfig, folder: Path, resume_step: int) -> Metrics:
+    """The metrics of a run that resumes after a step."""
+    logger = None
+    if config.train.logger == "tensorboard":
+        logger = _tensorboard(folder, resume_step)
+    elif config.train.logger != "none":
+        start = _wandb if config.train.logger == "wandb" else _mlflow
+        try:
+            logger = start(_package(config), config, folder)
+        except RecipeError:
+            raise
+        except Exception as error:  # each package has its own kinds
+            raise RecipeError(
+                f"train.logger: {config.train.logger} could not start a run: {error}; set it up as "
+                "its documentation says, or set train.logger tensorboard",
+                exit_code=1,
+            ) from error
+    return Metrics(folder, logger, resume_step=resume_step)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file, without a last line cut short by a crash."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+    return rows
+
+
+def _package(config: RunConfig) -> Any:
+    name = config.train.logger
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise RecipeError(
+            f"train.logger: {name} needs the package {name}, which cannot be imported ({error}); "
+            f"pip install {name}, or set train.logger tensorboard"
+        ) from error
+
+
+def _tensorboard(folder: Path, resume_step: int) -> Logger:
+    """A new event file in `tensorboard/`."""
+    (folder / "tensorboard").mkdir(exist_ok=True)
+    event, summary, files, scalars = (
+        importlib.import_module(f"tensorboardX.{name}")
+        for name in ("proto.event_pb2", "proto.summary_pb2", "event_file_writer", "summary")
+    )
+    # The library's SummaryWriter writes in a thread, where an error, such as a full disk, is lost.
+    path = folder / "tensorboard" / "events"
+    events = files.EventsWriter(str(path), f".{os.getpid()}.{time.time_ns()}")
+
+    def add(**fields: Any) -> None:
+        events.write_event(event.Event(wall_time=time.time(), **fields))
+        events.flush()
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        found = [scalars.scalar(name, value).value[0] for name, value in values.items()]
+        add(step=step, summary=summary.Summary(value=found))
+
+    # A restart makes TensorBoard drop what an earlier session wrote from here on.
+    start = event.SessionLog(status=event.SessionLog.START)
+    add(step=resume_step + 1, session_log=start)
+    return Logger(write, events.close)
+
+
+def _wandb(wandb: Any, config: RunConfig, folder: Path) -> Logger:
+    """A run of Weights & Biases; of steps computed again it keeps the first values."""
+    name = _kept(folder / "wandb.id") or f"{config.name[:40]}-{secrets.token_hex(4)}"
+    told = {"name": config.name, "dir": str(folder), "config": config.model_dump()}
+    run = wandb.init(id=name, resume="allow", **told)
+    write_whole(folder / "wandb.id", name)
+    return Logger(lambda step, values: run.log(dict(values), step=step), run.finish)
+
+
+def _mlflow(mlflow: Any, config: RunConfig, folder: Path) -> Logger:
+    """A run of MLflow with the config as parameters; of steps computed again it keeps both."""
+    kept = _kept(folder / "mlflow.id")
+    run = mlflow.start_run(run_id=kept, run_name=config.name)
+    if kept is None:
+        # Every version takes 100 parameters at once, of 500 characters each.
+        items = [(k, str(v)[:500]) for k, v in flatten(config.model_dump()).items()]
+        for start in range(0, len(items), 100):
+            mlflow.log_params(dict(items[start : start + 100]))
+    write_whole(folder / "mlflow.id", run.info.run_id)
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        named = {re.sub(r"[^\w\-. /]", "_", name): value for name, value in values.items()}
+        mlflow.log_metrics(named, step=step)
+
+    return Logger(write, mlflow.end_run)
+
+
+def _kept(path: Path) -> str | None:
+    """The id that an earlier start of the run left."""
+    return path.read_text(encoding="utf-8").strip() if path.exists() else None

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from unitscale import nn, ops, value_and_grad
 from unitscale.core import is_scaled
 
-from .report import read_metrics
+from .folder import read_metrics
 from .step import over_amax
 
 

@@ -20,9 +20,8 @@ from unitscale.parallel import all_reduce, batch_axes
 
 from ..config import PrecisionConfig, RunConfig
 from ..recipe import loss_inputs, recipe_of
-from .precision import fed, is_amax, plain, scaled, scalified
 from .processes import divided, over
-from .state import Skips, TrainState, init_state
+from .state import Skips, TrainState, fed, init_state, is_amax, plain, scaled, scalified
 
 OPTIMIZER = "optimizer"
 """The scope of what the update of parameters and optimizer state makes, in a compiled step."""

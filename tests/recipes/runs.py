@@ -14,9 +14,8 @@ from rich.console import Console
 from recipes import train as train_module
 from recipes.config import RunConfig
 from recipes.run.checkpoint import Checkpoints
-from recipes.run.precision import formats
-from recipes.run.report import Metrics, read_metrics
-from recipes.run.state import TrainState, init_state, load_trained
+from recipes.run.folder import Metrics, read_metrics
+from recipes.run.state import TrainState, formats, init_state, load_trained
 from recipes.train import Outcome, train
 
 

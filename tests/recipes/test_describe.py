@@ -22,6 +22,7 @@ from .configs import CONFIGS
 from .pretrained import FIXTURES
 
 MakeConfig = Callable[..., GPTConfig]
+SLOW = pytest.mark.slow
 UNITSCALE = ("model.library=unitscale", "optimizer.umup=true")
 # Matrices of 4,096 numbers and more, which can be cut.
 WIDE = ("model.width=64", "data.batch_size=8", "model.dropout=0.0")
@@ -47,8 +48,8 @@ def product_flops(config: GPTConfig | BertConfig) -> float:
     "words",
     [
         NARROW,
-        ("precision=scalify_float16",),
-        pytest.param(("model.layers=4", "model.scan=true", *NARROW), marks=pytest.mark.slow),
+        pytest.param(("precision=scalify_float16",), marks=SLOW),
+        pytest.param(("model.layers=4", "model.scan=true", *NARROW), marks=SLOW),
     ],
     ids=str,
 )
@@ -70,6 +71,7 @@ def test_bytes_are_those_of_the_arrays(make_config: MakeConfig, words: tuple[str
     assert facts.trained == sum(facts.parameters.values())
 
 
+@SLOW
 def test_frozen_weights_are_counted(tmp_path: Path) -> None:
     """From a config.json alone: trained and frozen bytes, and what is saved without remat."""
     words = ["data.sequence_length=16", "lora.rank=2", f"init={FIXTURES / 'llama3'}"]
@@ -102,8 +104,11 @@ def test_flops_are_products_and_a_little_more(make_config: MakeConfig) -> None:
 def test_attention_is_named_with_its_reason(make_config: MakeConfig) -> None:
     (line,) = describe(make_config(*UNITSCALE, "model.scan=true")).attention
     assert line.startswith("plain: dropout needs all weights at once; no cuDNN: ")
-    assert describe(make_config()).attention == ()  # plain models call jax.nn themselves
-    # Loops over chunks, of which XLA counts one turn, have the FLOPs of all weights.
+
+
+@SLOW
+def test_loops_over_chunks_have_the_flops_of_all_weights(make_config: MakeConfig) -> None:
+    """XLA counts one turn of them."""
     auto, plain = (
         describe(
             make_config(
@@ -126,16 +131,13 @@ SMALL = ("model.width=16", "model.heads=2", "model.layers=4", "data.sequence_len
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpt/parity.yaml", ["model.remat=layer", "model.scan=true"]),
+        ("gpt/parity.yaml", ["model.library=plain", "optimizer.umup=false", "precision=float16"]),
         *(
-            pytest.param(name, words, marks=pytest.mark.slow)
+            pytest.param(name, words, marks=SLOW)
             for name, words in (
+                ("gpt/parity.yaml", ["model.remat=layer", "model.scan=true"]),
                 ("gpt/parity.yaml", ["precision.policy=fp8_delayed", "model.dropout=0.1"]),
                 ("gpt/parity.yaml", ["model.remat=dots", NARROW[-1]]),
-                (
-                    "gpt/parity.yaml",
-                    ["model.library=plain", "optimizer.umup=false", "precision.policy=float16"],
-                ),
                 ("bert/large.yaml", []),
             )
         ),
@@ -191,7 +193,7 @@ LARGE = {
 }
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", LARGE)
 def test_large_configs_lower(name: str) -> None:
     config = load_config(CONFIGS / f"{name}.yaml")

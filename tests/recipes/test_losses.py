@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.run.report import read_metrics
+from recipes.run.folder import read_metrics
 
 from .idx import write_files
 from .pretrained import FIXTURES

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from recipes.registry import load_config
-from recipes.run.report import read_metrics
+from recipes.run.folder import read_metrics
 from recipes.train import train
 
 from .conftest import TEXT

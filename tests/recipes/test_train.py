@@ -21,7 +21,7 @@ from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.checkpoint import Checkpoints
-from recipes.run.report import Metrics, read_metrics
+from recipes.run.folder import Metrics, read_metrics
 from recipes.run.state import LossScale, init_state
 from recipes.run.step import make_train_step
 from recipes.train import Outcome

@@ -12,7 +12,7 @@ from recipes.charlm.task import branch_taus, build
 from recipes.cli import main
 from recipes.recipe import loss_inputs
 from recipes.registry import load_config
-from recipes.run.report import read_metrics
+from recipes.run.folder import read_metrics
 from recipes.run.state import init_state
 from recipes.sweep import make_points
 from tests.gradients import jit

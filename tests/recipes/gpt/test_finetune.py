@@ -16,7 +16,7 @@ from recipes.errors import RecipeError
 from recipes.gpt.task import build
 from recipes.hf import load
 from recipes.registry import load_config
-from recipes.run.report import read_metrics
+from recipes.run.folder import read_metrics
 from recipes.run.state import load_trained
 from tests.products import conversions
 from tests.recipes.pretrained import change_config, change_tensors, copied, one_layer

@@ -15,9 +15,8 @@ from recipes.errors import RecipeError
 from recipes.images import task
 from recipes.images.config import ImagesConfig
 from recipes.registry import load_config, load_kind
-from recipes.run.precision import fed
-from recipes.run.report import read_metrics
-from recipes.run.state import init_state
+from recipes.run.folder import read_metrics
+from recipes.run.state import fed, init_state
 from recipes.run.step import make_train_step
 from tests.products import products
 from unitscale import ScaledArray, scalify

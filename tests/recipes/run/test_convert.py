@@ -14,8 +14,7 @@ from flax import nnx
 from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
-from recipes.run.precision import convert, formats, with_formats
-from recipes.run.state import LossScale, init_state, load_trained
+from recipes.run.state import LossScale, convert, formats, init_state, load_trained, with_formats
 from unitscale import to_array
 from unitscale.core import format_of
 from unitscale.nn import AmaxState

@@ -15,8 +15,8 @@ import pytest
 from recipes import train as train_module
 from recipes.cli import main
 from recipes.registry import load_config
+from recipes.run.folder import read_metrics
 from recipes.run.processes import StopRequest
-from recipes.run.report import read_metrics
 
 ROOT = Path(__file__).parents[3]
 STEPS, RESTARTS = 400, 30

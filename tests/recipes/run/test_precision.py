@@ -12,8 +12,7 @@ from flax import nnx
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.gpt.task import build
-from recipes.run.precision import make_policy, plain
-from recipes.run.state import LossScale, TrainState, init_state, load_trained
+from recipes.run.state import LossScale, TrainState, init_state, load_trained, make_policy, plain
 from recipes.run.step import make_evaluation, make_train_step
 from tests.products import products
 from unitscale import nn

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from recipes.run.folder import Metrics
 from recipes.run.probe import Reading, plot_loss, plot_rms, probe
-from recipes.run.report import Metrics
 
 
 class Toy(nnx.Module):

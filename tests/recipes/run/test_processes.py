@@ -17,8 +17,8 @@ from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run import processes
+from recipes.run.folder import read_metrics
 from recipes.run.processes import StopRequest, joined, open_mesh
-from recipes.run.report import read_metrics
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT = 240  # seconds; a busy machine takes a while to import

@@ -12,10 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from recipes.bert.config import BertConfig
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
-from recipes.run import processes
-from recipes.run.folder import open_run
-from recipes.run.report import (
+from recipes.run.folder import (
     open_metrics,
+    open_run,
     read_metrics,
 )
 from recipes.train import shown
@@ -124,11 +123,6 @@ def test_a_logger_that_cannot_start(
 ) -> None:
     package.init.side_effect = package.start_run.side_effect = Refusal("no key")
     config = make_config(f"train.logger={logger}")
-    with monkeypatch.context() as patch:  # only the first process logs
-        patch.setattr(processes.jax, "process_index", lambda: 1)
-        metrics = open_metrics(config, open_run(config), 0)
-        metrics.write(1, loss=1.0)
-        metrics.close()
     with pytest.raises(RecipeError, match=rf"train\.logger: {logger} could not start .*: no key"):
         open_metrics(config, open_run(config), 0)
     monkeypatch.setitem(sys.modules, logger, None)
