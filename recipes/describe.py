@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
@@ -63,7 +62,9 @@ def describe(config: RunConfig) -> Description:
     flops += further * (more_flops - flops)
     activations = (saved + further * (more_saved - saved)) * config.data.batch_size
     frozen = nnx.split_state(state.rest, Frozen, ...)[0]
-    held = (frozen, state.params, _gradients(config, state.params), state.opt_state)
+    trained = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params, is_leaf=is_scaled))
+    # Gradients are float32 arrays, or scaled ones like the parameters under scalify.
+    gradients = bytes_of(state.params) if config.precision.scalify else 4 * trained
     parameters: dict[str, int] = {}
     for tree in (state.params, frozen):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
@@ -71,27 +72,22 @@ def describe(config: RunConfig) -> Description:
             parameters[part] = parameters.get(part, 0) + math.prod(leaf.shape)
     return Description(
         parameters=parameters,
-        trained=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params, is_leaf=is_scaled)),
+        trained=trained,
         flops=flops,
         attention=tuple(dict.fromkeys(f"{path.implementation}: {path.reason}" for path in taken)),
-        total=Bytes(*map(bytes_of, held), activations=activations),
+        total=Bytes(
+            frozen=bytes_of(frozen),
+            weights=bytes_of(state.params),
+            gradients=gradients,
+            optimizer=bytes_of(state.opt_state),
+            activations=activations,
+        ),
     )
 
 
 def bytes_of(tree: Any) -> int:
     """Bytes of all arrays of a tree, or of their shapes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _gradients(config: RunConfig, params: Any) -> Any:
-    """The shapes of gradients: float32 arrays, or scaled ones like the parameters under scalify."""
-    if config.precision.scalify:
-        return params
-
-    def like(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, jnp.float32)
-
-    return jax.tree.map(like, params, is_leaf=is_scaled)
 
 
 def _shortened(config: RunConfig) -> list[RunConfig]:

@@ -15,12 +15,6 @@ import numpy as np
 
 from .config import RunConfig
 
-Draw = Callable[[Any, np.random.Generator], Any]
-"""Makes an example of an element of the source, by draws from a generator."""
-
-Batches = grain.DatasetIterator
-"""An iterator with `get_state`, its position as JSON values, and `set_state`."""
-
 
 class Examples(NamedTuple):
     """A sequence of examples, and its share of a training batch beside other sources.
@@ -29,7 +23,7 @@ class Examples(NamedTuple):
     """
 
     source: Any
-    draw: Draw | None = None
+    draw: Callable[[Any, np.random.Generator], Any] | None = None
     weight: float = 1.0
 
     def shuffled(self, seed: int, *, endless: bool = False) -> grain.MapDataset:
@@ -68,7 +62,7 @@ class Data(ABC):
         """Write what using the model needs, such as the tokenizer, to a run's folder."""
         return
 
-    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> Batches:
+    def training(self, seed: int, *, process: int = 0, processes: int = 1) -> grain.DatasetIterator:
         """Endless batches, reshuffled every epoch; each source goes through its own epochs.
 
         Batch k is the same for any number of processes, each of which gets its share.

@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from unitscale.core import is_scaled
+from unitscale.parallel import batch_share
 
 from .config import RunConfig
 from .errors import RecipeError, write_json
-from .recipe import Batches, Data, loss_inputs, recipe_of
+from .recipe import Data, loss_inputs, recipe_of
 from .run.checkpoint import Checkpoints
 from .run.folder import (
     SCORES,
@@ -47,7 +48,6 @@ from .run.processes import (
     open_mesh,
     place,
     place_batch,
-    share,
     whole,
 )
 from .run.state import (
@@ -124,7 +124,8 @@ class _Run:
         self.mesh = open_mesh(config)
         self.state = place(state, self.mesh)
         self.schedule = make_schedule(config.optimizer, config.train.steps)
-        self.batches: Batches = data.training(config.seed, **share(self.mesh))
+        process, processes = (0, 1) if self.mesh is None else batch_share(self.mesh)
+        self.batches = data.training(config.seed, process=process, processes=processes)
         self.checkpoints = Checkpoints(self.folder, keep=config.train.keep)
         step = make_train_step(self.graphdef, optimizer, config, mesh=self.mesh)
         self.step = on_mesh(step, self.state, self.mesh)

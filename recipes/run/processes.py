@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 import unitscale
 from unitscale.parallel import (
     batch_axes,
-    batch_share,
     initialize,
     make_mesh,
     param_shardings,
@@ -177,12 +176,6 @@ def whole(tree: Any) -> Any:
         return jax.jit(lambda x: x, out_shardings=replicated)(x).addressable_data(0)
 
     return jax.tree.map(own, tree)
-
-
-def share(mesh: Mesh | None) -> dict[str, int]:
-    """This process's share of each batch, as arguments of `Data.training`."""
-    process, processes = (0, 1) if mesh is None else batch_share(mesh)
-    return {"process": process, "processes": processes}
 
 
 def place_batch(batch: Any, mesh: Mesh | None) -> Any:

@@ -96,20 +96,16 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
     assert placed[1]["w"].sharding.spec == PartitionSpec("fsdp", "tensor")
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "damage", ["flipped", "missing", *(pytest.param(d, marks=SLOW) for d in ("cut", "emptied"))]
-)
+# What Orbax had begun to read when it met the damage is dropped unread; asyncio says so, later.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         checkpoints.save(step, make_state(step), {"at": step}, {})
     content = (file := array_file(tmp_path, 2)).read_bytes()
     middle = len(content) // 2
-    flipped = content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
-    file.write_bytes({"cut": content[:middle], "flipped": flipped}.get(damage, b""))
+    file.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
     if damage == "missing":
         shutil.rmtree(tmp_path / "checkpoints/2/state")
     before = sorted(tmp_path.rglob("*"))
@@ -130,9 +126,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     with pytest.raises(RecipeError, match=r"was damaged \(steps \[2, 1\]\)"):
         restore(tmp_path, make_state(0))
     assert len(list((tmp_path / "damaged-checkpoints").glob("2-*"))) == 2
+    gc.collect()  # asyncio logs what Orbax left unread, while that is captured still
 
 
-# What Orbax had begun to read when it met the damage is dropped unread; asyncio says so, later.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_one_flipped_bit_is_found_or_does_no_harm(tmp_path: Path) -> None:
     """Arrays of different sizes are stored differently; Orbax writes some files that none needs."""

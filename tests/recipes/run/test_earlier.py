@@ -132,12 +132,6 @@ def test_another_model_is_refused(make_config: MakeConfig, word: str) -> None:
         make_config(f"init={folder}", "name=next", "model.positions=learned", word)
 
 
-def test_a_run_without_a_checkpoint_is_refused(make_config: MakeConfig) -> None:
-    run = open_run(make_config())
-    with pytest.raises(RecipeError, match="has no checkpoint; train it first"):
-        build(make_config(f"init={run}", "name=next"))
-
-
 @pytest.mark.parametrize(
     "pairs",
     [

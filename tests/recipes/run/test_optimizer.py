@@ -14,7 +14,6 @@ from recipes.config import OptimizerConfig
 from recipes.gpt.config import GPTConfig
 from recipes.run.state import init_state, make_optimizer, make_schedule, updates_done
 from unitscale.optim import ScaledTransformation
-from unitscale.rules import ROLES
 
 SLOW = pytest.mark.slow
 MOMENTS = ["float8_e4m3fn", "float16"]
@@ -173,14 +172,6 @@ def test_umup_gives_each_role_its_rate() -> None:
     assert rates(make()) == pytest.approx(expected, rel=1e-5)
     expected["embedding"] *= 4.0
     assert rates(make(multipliers={"embedding": 4.0})) == pytest.approx(expected, rel=1e-5)
-
-
-def test_multipliers_without_umup() -> None:
-    """It alone knows roles; what runs have kept of the defaults, 1 in earlier versions, is none."""
-    for kept in ({}, dict.fromkeys(ROLES, 1.0)):
-        assert make(umup=False, multipliers=kept).optimizer.multipliers["readout"] == 1
-    with pytest.raises(ValueError, match="multipliers need umup true"):
-        make(umup=False, multipliers={"norm": 0.5})
 
 
 def test_formats_of_weights_and_moments() -> None:

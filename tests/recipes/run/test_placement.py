@@ -16,7 +16,6 @@ from recipes.run.processes import (
     over,
     place,
     place_batch,
-    share,
     whole,
 )
 from recipes.run.state import init_state
@@ -152,6 +151,5 @@ def test_a_mesh_fits_its_devices_and_config(make_config: MakeConfig) -> None:
             open_mesh(make_config(*words))
     assert open_mesh(make_config()) is None
     mesh = open_mesh(make_config(MESH))  # one process has all
-    assert share(None) == share(mesh) == {"process": 0, "processes": 1}
     state = place({"kernel": jax.numpy.ones((64, 64))}, mesh)
     assert whole(state)["kernel"] is state["kernel"]

@@ -52,7 +52,6 @@ MISTAKES = [
     (("precision.frozen=float8_e4m3fn",), r"precision\.frozen needs lora"),
     (("precision.exchange=float32",), r"precision\.exchange needs mesh"),
     (("precision.loss_scale=dynamic", "optimizer.skip_nonfinite=1"), "loss_scale dynamic leaves"),
-    (("precision=fp8",), r"precision\.policy fp8 needs model\.library unitscale"),
     ((*OURS, "precision=scalify_float16"), "need model.library plain"),
     (("precision.scalify=float16", "precision.policy=float16"), "scalify needs policy float32"),
     (("data.micro_batches=3",), r"data\.micro_batches .* must divide data\.batch_size"),

@@ -49,7 +49,7 @@ class Ended(NamedTuple):
 class Pair:
     """The same command in two processes, each with one device."""
 
-    def __init__(self, config: Path, words: list[str], own: tuple[list[str], list[str]]) -> None:
+    def __init__(self, config: Path, words: list[str]) -> None:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -65,7 +65,7 @@ class Pair:
         }
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", COMMAND, str(config), *SETTINGS, *words, *own[index]],
+                [sys.executable, "-c", COMMAND, str(config), *SETTINGS, *words],
                 env=environment | {"JAX_PROCESS_ID": str(index)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -96,8 +96,8 @@ Start = Callable[..., Pair]
 def start(config_file: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
-    def start(*words: str, own: tuple[list[str], list[str]] = ([], [])) -> Pair:
-        pair = Pair(config_file, list(words), own)
+    def start(*words: str) -> Pair:
+        pair = Pair(config_file, list(words))
         running.extend(pair.processes)
         return pair
 
@@ -115,22 +115,6 @@ def losses(folder: Path) -> list[tuple]:
 def saved(folder: Path) -> list[int]:
     names = [path.name for path in (folder / "checkpoints").iterdir()]
     return sorted(int(name) for name in names if name.isdigit())
-
-
-@pytest.mark.slow
-def test_processes_that_disagree(start: Start, config_file: Path) -> None:
-    other = config_file.with_name("other.txt")
-    other.write_text(config_file.with_name("text.txt").read_text("utf-8").upper(), "utf-8")
-    rate = "optimizer.learning_rate=0.5"
-    for ended in start(own=([rate], [f"data.path={other}"])).ends():
-        assert ended.code == 2, ended
-        assert "error: processes: expected the same config, data and versions" in ended.errors
-        assert "optimizer.learning_rate: 0.5 and 0.01" in ended.errors
-        assert "data.path:" in ended.errors
-        assert "the text's digest:" in ended.errors
-        assert "model.width" not in ended.errors
-        assert ended.output == ""
-    assert not Path(load_config(config_file).train.runs_dir).exists()
 
 
 @pytest.mark.slow
