@@ -158,9 +158,11 @@ def generate(
 ) -> None:
     """Continue a prompt with a trained model, or with the decoder of a Hugging Face folder."""
     is_ours = not Path(config).is_dir() or is_run(config)
-    if (adapter is not None or chat) if is_ours else overrides:
-        need = "--adapter and --chat need a Hugging Face folder, and overrides a config"
-        raise RecipeError(f"generate: {need}; got {config}; leave them out")
+    if is_ours and (chat or adapter is not None):
+        option = "--chat" if chat else "--adapter"
+        raise RecipeError(f"{option}: expected a Hugging Face folder; got {config}; leave it out")
+    if overrides and not is_ours:
+        raise RecipeError(f"override {overrides[0]!r}: expected none, as {config} is a folder")
     if is_ours:
         settings = _settings(config, overrides)
         from .trained import open_run
