@@ -30,6 +30,7 @@ from .errors import RecipeError, write_json
 from .recipe import Data, loss_inputs, recipe_of
 from .run.checkpoint import Checkpoints
 from .run.folder import (
+    ROWS,
     SCORES,
     Metrics,
     flatten,
@@ -96,6 +97,10 @@ def train(
     with contextlib.ExitStack() as held:
         if is_first():
             held.enter_context(locked(config))
+            if not fresh and (run_folder(config) / ROWS).exists():
+                raise RecipeError(
+                    f"name: {run_folder(config)} is the folder of a sweep; change name"
+                )
             open_run(config, fresh=fresh, convert=convert)
         run = _Run(config, data, console)
         try:

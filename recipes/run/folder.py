@@ -161,7 +161,15 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
     """The config of the run in a folder, which must be of a kind."""
     path = folder / CONFIG
     try:
-        return kind.model_validate(kind.upgraded(yaml.safe_load(path.read_text("utf-8"))))
+        tree = yaml.safe_load(path.read_text("utf-8"))
+        wanted = get_args(kind.model_fields["recipe"].annotation)
+        found = tree.get("recipe", "gpt") if isinstance(tree, dict) else None
+        if found is not None and wanted and found not in wanted:
+            raise RecipeError(
+                f"{path}: expected a run of recipe {', '.join(wanted)}; got one of {found}; name "
+                "the folder of such a run"
+            )
+        return kind.model_validate(kind.upgraded(tree))
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise RecipeError(
             f"{path}: expected the config of a run of {kind.__name__}; got: {error}; name the "
