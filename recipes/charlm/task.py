@@ -1,6 +1,5 @@
 """Character models in `unitscale.nn`, and the same in plain `flax.nnx` as a baseline."""
 
-import functools
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from ..config import BYTES
 from ..hf.plain import attend
 from ..run.precision import make_policy
 from ..run.recipe import no_closing, no_scores
-from ..text import Corpus, Mixture, load_corpus
+from ..text import Corpus, abstract_batch as abstract_batch, load_corpus
 from .config import CharlmConfig, CharlmModelConfig
 
 scores = no_scores
@@ -50,21 +49,19 @@ class UnitModel(nnx.Module):
         attends = config.kind == "attention"
         self.positions = nn.PositionalEmbed(length, width, **options) if attends else None
         taus = branch_taus(config)
-        count = len(taus)
         branches = [
             nn.MLP(width, config.mlp_ratio * width, **options)
             if index % 2
-            else _unit_mixer(config, length, options)
-            for index in range(count)
+            else _mixer(config, length, options)
+            for index in range(len(taus))
         ]
-        norms = [nn.LayerNorm(width, policy=policy) for _ in range(count + 1)]
+        norms = [nn.LayerNorm(width, policy=policy) for _ in range(len(taus) + 1)]
         if config.norm == "pre":
-            branches = [nnx.Sequential(n, b) for n, b in zip(norms[:-1], branches, strict=True)]
+            branches = [nnx.Sequential(*pair) for pair in zip(norms, branches, strict=False)]
         self.branches = nnx.List(
-            [nn.Residual(b, tau=t, depth=count) for b, t in zip(branches, taus, strict=True)]
+            [nn.Residual(b, tau=t, depth=len(taus)) for b, t in zip(branches, taus, strict=True)]
         )
-        kept = {"pre": norms[-1:], "post": norms[:-1], "none": []}[config.norm]
-        self.norms = nnx.List(kept)
+        self.norms = nnx.List({"pre": norms[-1:], "post": norms[:-1], "none": []}[config.norm])
         self.readout = nn.Readout(width, BYTES, **options)
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
@@ -81,26 +78,14 @@ class UnitModel(nnx.Module):
         return self.readout.cross_entropy(x, targets)
 
 
-def _unit_mixer(config: CharlmModelConfig, length: int, options: dict[str, Any]) -> nnx.Module:
-    """The branch in which characters see one another."""
-    width = config.width
-    if config.kind == "conv":
-        conv = nn.Conv(width, width, config.kernel, padding="CAUSAL", **options)
-        return ConvBlock(conv, nn.Dense(width, width, **options), ops.gelu)
-    if config.kind == "rnn":
-        cells = {"gru": nn.GRUCell, "lstm": nn.OptimizedLSTMCell, "rhn": nn.RHNCell}
-        return nn.RNN(cells[config.cell](width, width, **options))
-    return nn.MultiHeadAttention(config.heads, width, is_causal=True, max_length=length, **options)
-
-
 class Recurrent(nnx.Module):
     """A plain RNN whose carry is in the dtype of its activations."""
 
-    def __init__(self, cell: nnx.GRUCell | nnx.OptimizedLSTMCell, width: int, dtype: Any):
-        self.rnn, self.width, self.dtype = nnx.RNN(cell, rngs=False), width, dtype
+    def __init__(self, cell: nnx.GRUCell | nnx.OptimizedLSTMCell):
+        self.rnn = nnx.RNN(cell, rngs=False)
 
     def __call__(self, x: jax.Array) -> Any:
-        zeros = jnp.zeros((x.shape[0], self.width), self.dtype)
+        zeros = jnp.zeros_like(x[:, 0])
         lstm = isinstance(self.rnn.cell, nnx.OptimizedLSTMCell)
         return self.rnn(x, initial_carry=(zeros, zeros) if lstm else zeros)
 
@@ -109,8 +94,8 @@ class Attention(nnx.Module):
     """Plain causal self-attention."""
 
     def __init__(self, width: int, heads: int, options: dict[str, Any]):
-        linear = functools.partial(nnx.Linear, **options)
-        self.heads, self.qkv, self.out = heads, linear(width, 3 * width), linear(width, width)
+        self.heads, self.qkv = heads, nnx.Linear(width, 3 * width, **options)
+        self.out = nnx.Linear(width, width, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         heads = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
@@ -138,17 +123,16 @@ class RegularModel(nnx.Module):
         self.embed = nnx.Embed(BYTES, width, **options)
         self.positions = nnx.Embed(length, width, **options) if config.kind == "attention" else None
         weights = [rules.residual(tau) for tau in branch_taus(config)]
-        count = len(weights)
         self.weights = tuple((w.branch, w.skip) for w in weights)
         self.branches = nnx.List(
             [
                 MLP(width, config.mlp_ratio * width, options)
                 if index % 2
-                else _regular_mixer(config, options)
-                for index in range(count)
+                else _mixer(config, length, options)
+                for index in range(len(weights))
             ]
         )
-        norms = {"pre": count + 1, "post": count, "none": 0}[config.norm]
+        norms = {"pre": len(weights) + 1, "post": len(weights), "none": 0}[config.norm]
         self.norms = nnx.List([nnx.LayerNorm(width, **options) for _ in range(norms)])
         self.readout = nnx.Linear(width, BYTES, use_bias=False, **options)
 
@@ -157,10 +141,10 @@ class RegularModel(nnx.Module):
         x = self.embed(ids)
         if self.positions is not None:
             x = x + self.positions(jnp.arange(ids.shape[1]))
-        for index, branch in enumerate(self.branches):
-            own, skip = self.weights[index]
-            inside = self.norms[index](x) if self.norm == "pre" else x
-            x = own * branch(inside) + skip * x
+        for index, (branch, (own, skip)) in enumerate(
+            zip(self.branches, self.weights, strict=True)
+        ):
+            x = own * branch(self.norms[index](x) if self.norm == "pre" else x) + skip * x
             if self.norm == "post":
                 x = self.norms[index](x)
         if self.norm == "pre":
@@ -169,15 +153,21 @@ class RegularModel(nnx.Module):
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def _regular_mixer(config: CharlmModelConfig, options: dict[str, Any]) -> nnx.Module:
-    """The branch in which characters see one another."""
-    width = config.width
+def _mixer(config: CharlmModelConfig, length: int, options: dict[str, Any]) -> Any:
+    """The branch in which characters see one another, of either library."""
+    width, unit = config.width, config.library == "unitscale"
+    layers: Any = nn if unit else nnx
     if config.kind == "conv":
-        conv = nnx.Conv(width, width, config.kernel, padding="CAUSAL", **options)
-        return ConvBlock(conv, nnx.Linear(width, width, **options), jax.nn.gelu)
+        conv = layers.Conv(width, width, config.kernel, padding="CAUSAL", **options)
+        dense = (nn.Dense if unit else nnx.Linear)(width, width, **options)
+        return ConvBlock(conv, dense, ops.gelu if unit else jax.nn.gelu)
     if config.kind == "rnn":
-        cell = {"gru": nnx.GRUCell, "lstm": nnx.OptimizedLSTMCell}[config.cell]
-        return Recurrent(cell(width, width, **options), width, options["dtype"])
+        names = {"gru": "GRUCell", "lstm": "OptimizedLSTMCell", "rhn": "RHNCell"}
+        cell = getattr(layers, names[config.cell])(width, width, **options)
+        return nn.RNN(cell) if unit else Recurrent(cell)
+    if unit:
+        sizes: Any = {"is_causal": True, "max_length": length}
+        return nn.MultiHeadAttention(config.heads, width, **sizes, **options)
     return Attention(width, config.heads, options)
 
 
@@ -190,12 +180,6 @@ def build(config: CharlmConfig) -> UnitModel | RegularModel:
     return UnitModel(config.model, length, policy=make_policy(config.precision), rngs=rngs)
 
 
-def abstract_batch(config: CharlmConfig) -> jax.ShapeDtypeStruct:
-    """Windows (batch, length + 1) of bytes."""
-    shape = (config.data.batch_size, config.data.sequence_length + 1)
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def load_data(config: CharlmConfig) -> Corpus | Mixture:
+def load_data(config: CharlmConfig) -> Corpus:
     """The text of the config, in windows."""
     return load_corpus(config.data)

@@ -1,6 +1,6 @@
 """The GPT in plain `flax.nnx`: the baseline that the unitscale model is measured against.
 
-The same pre-norm decoder as `recipes.gpt.model` (positions, MLPs, grouped-query attention, key and
+The same pre-norm decoder as `recipes.gpt.task` (positions, MLPs, grouped-query attention, key and
 value cache), with GPT-2's initialisation and neither scales nor loss scaling. With `config.decoder`
 it is also any decoder of the Llama family. Its layers make up other plain models too.
 """
