@@ -37,47 +37,6 @@ class ConvBlock(nnx.Module):
         return self.out(self.gelu(self.conv(x)))
 
 
-class UnitModel(nnx.Module):
-    """A unit-scaled character model."""
-
-    def __init__(
-        self, config: CharlmModelConfig, length: int, *, policy: nn.Policy, rngs: nnx.Rngs
-    ):
-        width, options = config.width, {"policy": policy, "rngs": rngs}
-        self.norm = config.norm
-        self.embed = nn.Embed(BYTES, width, **options)
-        attends = config.kind == "attention"
-        self.positions = nn.PositionalEmbed(length, width, **options) if attends else None
-        taus = branch_taus(config)
-        branches = [
-            nn.MLP(width, config.mlp_ratio * width, **options)
-            if index % 2
-            else _mixer(config, length, options)
-            for index in range(len(taus))
-        ]
-        norms = [nn.LayerNorm(width, policy=policy) for _ in range(len(taus) + 1)]
-        if config.norm == "pre":
-            branches = [nnx.Sequential(*pair) for pair in zip(norms, branches, strict=False)]
-        self.branches = nnx.List(
-            [nn.Residual(b, tau=t, depth=len(taus)) for b, t in zip(branches, taus, strict=True)]
-        )
-        self.norms = nnx.List({"pre": norms[-1:], "post": norms[:-1], "none": []}[config.norm])
-        self.readout = nn.Readout(width, BYTES, **options)
-
-    def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Mean cross entropy of targets (batch, time), in nats per character; nothing is random."""
-        x = self.embed(ids)
-        if self.positions is not None:
-            x = self.positions(x)
-        for index, branch in enumerate(self.branches):
-            x = branch(x)
-            if self.norm == "post":
-                x = self.norms[index](x)
-        if self.norm == "pre":
-            x = self.norms[0](x)
-        return self.readout.cross_entropy(x, targets)
-
-
 class Recurrent(nnx.Module):
     """A plain RNN whose carry is in the dtype of its activations."""
 
@@ -93,7 +52,7 @@ class Recurrent(nnx.Module):
 class Attention(nnx.Module):
     """Plain causal self-attention."""
 
-    def __init__(self, width: int, heads: int, options: dict[str, Any]):
+    def __init__(self, width: int, heads: int, **options: Any):
         self.heads, self.qkv = heads, nnx.Linear(width, 3 * width, **options)
         self.out = nnx.Linear(width, width, **options)
 
@@ -106,7 +65,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """gelu between two plain dense layers."""
 
-    def __init__(self, width: int, hidden: int, options: dict[str, Any]):
+    def __init__(self, width: int, hidden: int, **options: Any):
         self.up = nnx.Linear(width, hidden, **options)
         self.down = nnx.Linear(hidden, width, **options)
 
@@ -114,41 +73,58 @@ class MLP(nnx.Module):
         return self.down(jax.nn.gelu(self.up(x)))
 
 
-class RegularModel(nnx.Module):
-    """A character model in plain `flax.nnx`, as it is initialised there, without loss scaling."""
+class CharModel(nnx.Module):
+    """A character model: unit scaled, or in plain `flax.nnx` as it is initialised there."""
 
-    def __init__(self, config: CharlmModelConfig, length: int, *, dtype: Any, rngs: nnx.Rngs):
-        width, options = config.width, {"dtype": dtype, "rngs": rngs}
-        self.norm = config.norm
-        self.embed = nnx.Embed(BYTES, width, **options)
-        self.positions = nnx.Embed(length, width, **options) if config.kind == "attention" else None
-        weights = [rules.residual(tau) for tau in branch_taus(config)]
-        self.weights = tuple((w.branch, w.skip) for w in weights)
-        self.branches = nnx.List(
-            [
-                MLP(width, config.mlp_ratio * width, options)
-                if index % 2
-                else _mixer(config, length, options)
-                for index in range(len(weights))
-            ]
-        )
-        norms = {"pre": len(weights) + 1, "post": len(weights), "none": 0}[config.norm]
-        self.norms = nnx.List([nnx.LayerNorm(width, **options) for _ in range(norms)])
-        self.readout = nnx.Linear(width, BYTES, use_bias=False, **options)
+    def __init__(self, config: CharlmModelConfig, length: int, options: dict[str, Any]):
+        width, taus, unit = config.width, branch_taus(config), config.library == "unitscale"
+        self.unit, self.norm, count = unit, config.norm, len(taus)
+        layers: Any = nn if unit else nnx
+        self.embed = layers.Embed(BYTES, width, **options)
+        positions = nn.PositionalEmbed if unit else nnx.Embed
+        attends = config.kind == "attention"
+        self.positions = positions(length, width, **options) if attends else None
+        mlp = nn.MLP if unit else MLP
+        branches: list[Any] = [
+            mlp(width, config.mlp_ratio * width, **options)
+            if index % 2
+            else _mixer(config, length, options)
+            for index in range(count)
+        ]
+        own = {"policy": options["policy"]} if unit else options
+        number = {"pre": count + 1, "post": count, "none": 0}[config.norm]
+        norms = [layers.LayerNorm(width, **own) for _ in range(number)]
+        if unit and config.norm == "pre":
+            branches = [nnx.Sequential(*pair) for pair in zip(norms, branches, strict=False)]
+            norms = norms[-1:]
+        if unit:
+            pairs = zip(branches, taus, strict=True)
+            branches = [nn.Residual(branch, tau=tau, depth=count) for branch, tau in pairs]
+            self.readout = nn.Readout(width, BYTES, **options)
+        else:
+            weights = map(rules.residual, taus)
+            self.weights = tuple((weight.branch, weight.skip) for weight in weights)
+            self.readout = nnx.Linear(width, BYTES, use_bias=False, **options)
+        self.branches, self.norms = nnx.List(branches), nnx.List(norms)
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of targets (batch, time), in nats per character; nothing is random."""
         x = self.embed(ids)
         if self.positions is not None:
-            x = x + self.positions(jnp.arange(ids.shape[1]))
-        for index, (branch, (own, skip)) in enumerate(
-            zip(self.branches, self.weights, strict=True)
-        ):
-            x = own * branch(self.norms[index](x) if self.norm == "pre" else x) + skip * x
+            places = jnp.arange(ids.shape[1])
+            x = self.positions(x) if self.unit else x + self.positions(places)
+        for index, branch in enumerate(self.branches):
+            if self.unit:
+                x = branch(x)
+            else:
+                own, skip = self.weights[index]
+                x = own * branch(self.norms[index](x) if self.norm == "pre" else x) + skip * x
             if self.norm == "post":
                 x = self.norms[index](x)
         if self.norm == "pre":
             x = self.norms[-1](x)
+        if self.unit:
+            return self.readout.cross_entropy(x, targets)
         logits = self.readout(x).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
@@ -168,16 +144,17 @@ def _mixer(config: CharlmModelConfig, length: int, options: dict[str, Any]) -> A
     if unit:
         sizes: Any = {"is_causal": True, "max_length": length}
         return nn.MultiHeadAttention(config.heads, width, **sizes, **options)
-    return Attention(width, config.heads, options)
+    return Attention(width, config.heads, **options)
 
 
-def build(config: CharlmConfig) -> UnitModel | RegularModel:
+def build(config: CharlmConfig) -> CharModel:
     """The model that a config describes, its parameters drawn from `config.seed`."""
-    length, rngs = config.data.sequence_length, nnx.Rngs(params=jax.random.key(config.seed))
+    options: dict[str, Any] = {"rngs": nnx.Rngs(params=jax.random.key(config.seed))}
     if config.model.library == "plain":
-        dtype = jnp.dtype(config.precision.policy)
-        return RegularModel(config.model, length, dtype=dtype, rngs=rngs)
-    return UnitModel(config.model, length, policy=make_policy(config.precision), rngs=rngs)
+        options["dtype"] = jnp.dtype(config.precision.policy)
+    else:
+        options["policy"] = make_policy(config.precision)
+    return CharModel(config.model, config.data.sequence_length, options)
 
 
 def load_data(config: CharlmConfig) -> Corpus:
