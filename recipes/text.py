@@ -317,19 +317,10 @@ def train_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
     settings = config.tokenizer
     if settings.kind == "wordpiece":
         return _wordpiece(settings, parts)
-    inner = tokenizers.Tokenizer(models.BPE())
-    if settings.lowercase:
-        inner.normalizer = normalizers.Lowercase()
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=settings.ids,
-        special_tokens=[_ENDS[0]],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(parts(), trainer)
-    return inner
+    inner = tokenizers.ByteLevelBPETokenizer(lowercase=settings.lowercase)
+    options: dict[str, Any] = {"min_frequency": 0, "show_progress": False}
+    inner.train_from_iterator(parts(), settings.ids, special_tokens=[_ENDS[0]], **options)
+    return tokenizers.Tokenizer.from_str(inner.to_str())
 
 
 def _wordpiece(

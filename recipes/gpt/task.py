@@ -4,12 +4,10 @@ Plain models and Hugging Face folders are imported where a config asks for them.
 """
 # ruff: noqa: PLC0415
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +25,7 @@ from ..text import Corpus, abstract_batch as abstract_batch, load_corpus
 from .config import GPTConfig
 from .generate import Writer
 
-if TYPE_CHECKING:
-    from ..hf import plain
-
-Cache: TypeAlias = "tuple[nn.KVCache, ...]"
+Cache = tuple[nn.KVCache, ...]
 TEMPERATURE = 0.7  # of a sample: mostly words, where 1 shows all that a short training left open
 scores = no_scores
 
@@ -107,11 +102,11 @@ class GPT(nnx.Module):
         return readout.cross_entropy(x, targets)
 
 
-def build(config: GPTConfig) -> GPT | plain.GPT:
+def build(config: GPTConfig) -> Any:
     """The GPT that a config describes, with the weights of `config.init` or drawn ones."""
     shape = config.model.model_copy(update={"context": config.context})
     if shape.library == "plain":
-        gpt: Any = _plain(config, shape)
+        gpt = _plain(config, shape)
     else:
         gpt = GPT(shape, policy=make_policy(config.precision), rngs=nnx.Rngs(config.seed))
     if config.init is not None and config.pretrained is None:
