@@ -19,17 +19,9 @@ import jax
 import numpy as np
 import platformdirs
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from .batches import Data, Examples
-from .config import (
-    BYTES,
-    TOKENIZER_FILE,
-    DataConfig,
-    TokenizerConfig,
-    largest_id,
-    read_tokenizer,
-)
+from .config import BYTES, TOKENIZER_FILE, DataConfig, largest_id, read_tokenizer
 from .errors import RecipeError, clipped, json_lines, refused, write_whole
 
 # Folders of the standard library that are not its own text: what pip put there, and test suites,
@@ -314,50 +306,35 @@ def train_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
     def parts() -> Iterator[str]:
         return (part for text in documents(config) for part in _cut_at_lines(text, _PART))
 
-    settings = config.tokenizer
-    if settings.kind == "wordpiece":
-        return _wordpiece(settings, parts)
-    inner = tokenizers.ByteLevelBPETokenizer(lowercase=settings.lowercase)
+    ids, lowercase = config.tokenizer.ids, config.tokenizer.lowercase
     options: dict[str, Any] = {"min_frequency": 0, "show_progress": False}
-    inner.train_from_iterator(parts(), settings.ids, special_tokens=[_ENDS[0]], **options)
-    return tokenizers.Tokenizer.from_str(inner.to_str())
-
-
-def _wordpiece(
-    settings: TokenizerConfig, parts: Callable[[], Iterable[str]]
-) -> tokenizers.Tokenizer:
+    if config.tokenizer.kind == "bpe":
+        bpe = tokenizers.ByteLevelBPETokenizer(lowercase=lowercase)
+        bpe.train_from_iterator(parts(), ids, special_tokens=[_ENDS[0]], **options)
+        return tokenizers.Tokenizer.from_str(bpe.to_str())
     # The trainer numbers the characters inside words in random order, and of pieces that occur
     # equally often joins those of lower numbers first. It is given these characters in order, as
     # special tokens, which they are no longer when it is done.
-
-    def with_pieces(vocab: dict[str, int]) -> tokenizers.Tokenizer:
-        inner = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
-        inner.normalizer = normalizers.BertNormalizer(lowercase=settings.lowercase)
-        inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        inner.decoder = decoders.WordPiece()
-        return inner
-
-    inner = with_pieces({})
+    wordpiece = tokenizers.BertWordPieceTokenizer(lowercase=lowercase)
     counts: Counter[str] = Counter()
     inside: set[str] = set()
     for part in parts():
-        normal = inner.normalizer.normalize_str(part)
-        for word, _ in inner.pre_tokenizer.pre_tokenize_str(normal):
+        normal = wordpiece.normalize(part)
+        for word, _ in wordpiece.pre_tokenizer.pre_tokenize_str(normal):
             counts.update(word)
             inside.update(word[1:])
     alphabet = sorted(counts, key=lambda character: (-counts[character], character))[:_ALPHABET]
     continued = [f"##{character}" for character in sorted(inside.intersection(alphabet))]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=settings.ids,
-        special_tokens=[*BERT_TOKENS, *continued],
-        initial_alphabet=alphabet,
+    wordpiece.train_from_iterator(
+        parts(),
+        ids,
         limit_alphabet=len(alphabet),
-        show_progress=False,
+        initial_alphabet=alphabet,
+        special_tokens=[*BERT_TOKENS, *continued],
+        **options,
     )
-    inner.train_from_iterator(parts(), trainer)
-    trained = with_pieces(inner.get_vocab())
-    trained.add_special_tokens(BERT_TOKENS)
-    return trained
+    trained = tokenizers.BertWordPieceTokenizer(wordpiece.get_vocab(), lowercase=lowercase)
+    return tokenizers.Tokenizer.from_str(trained.to_str())
 
 
 def tokenize(config: DataConfig, tokenizer: Tokenizer) -> np.ndarray:
