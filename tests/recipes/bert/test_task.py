@@ -148,17 +148,6 @@ def config_file(tmp_path: Path) -> Path:
     return write_bert(tmp_path)
 
 
-def test_sizes_follow_from_data(config_file: Path) -> None:
-    config = bert_config(config_file)
-    assert config.model.vocab == 120
-    assert config.context == config.longest == 16
-    assert config.loss_unit == "hidden token"
-    asked = bert_config(config_file, "data.pairs=next_sentence")
-    assert asked.loss_unit == "hidden token plus nats per pair"
-    assert config.data.predictions == 2
-    assert bert_config(config_file, "data.masking.share=0.01").data.predictions == 1
-
-
 test_what_cannot_be_is_refused = refuses_configs(
     [
         ("data.tokenizer={kind: byte, vocab: null, lowercase: false}", "wordpiece or file"),

@@ -44,13 +44,6 @@ def config_file(tmp_path):
     return write(tmp_path, model=plain, optimizer={"umup": False})
 
 
-def test_the_optimizer_s_defaults_are_the_recipe_s_own(tmp_path) -> None:
-    for section in ({}, {"optimizer": {"b1": 0.5}}):
-        found = make(tmp_path, **section).optimizer
-        settings = (found.name, found.learning_rate, found.schedule, found.final_fraction, found.b2)
-        assert settings == ("adam", 1.0, "linear", 0.0, 0.999)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "points"), [("small", 180), ("full", 360)])
 def test_the_studies_are_the_paper_s_grid(name, points) -> None:

@@ -1,7 +1,7 @@
 """Configs of a GPT, and the models built from them."""
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.config.run import Policy
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.gpt.task import build, load_data
@@ -17,8 +16,6 @@ from recipes.run.probe import probe
 from recipes.run.state import init_state
 from recipes.run.step import make_train_step
 from tests.products import conversions
-from unitscale import nn
-from unitscale.nn import AmaxState
 
 MakeConfig = Callable[..., GPTConfig]
 IDS = jnp.zeros((1, 16), jnp.int32)
@@ -38,19 +35,6 @@ def test_matmuls_of_layers_are_converted_and_weights_are_not(make_config: MakeCo
     # Both operands of query, key, value, out, up and down; not of the readout.
     assert [count for count, _ in found] == [0, 12]
     assert found[0][1] == found[1][1]
-
-
-@pytest.mark.slow
-def test_the_shared_step_keeps_delayed_scales(make_config: MakeConfig) -> None:
-    graphdef, optimizer, state = init_state(make_config("precision.matmuls=fp8_delayed"))
-    step = make_train_step(graphdef, optimizer)
-    before = jax.tree.map(np.asarray, nnx.split_state(state.rest, AmaxState, ...)[0])
-    state, _ = step(state, jnp.zeros((4, 17), jnp.int32), np.int32(0))
-    after = nnx.split_state(state.rest, AmaxState, ...)[0]
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    changed = [bool(np.any(np.asarray(new) != old)) for old, new in pairs]
-    assert len(changed) >= 6
-    assert any(changed)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +72,6 @@ def test_remat_changes_nothing(make_config: MakeConfig) -> None:
         state, values = step(state, ids, np.int32(1))
         taken.append((dict(reading.activations), values, state.params))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, 1e-5, 1e-6), *taken)
-
-
-def test_policies_are_presets_of_the_library() -> None:
-    for policy in get_args(Policy):
-        assert nn.as_policy(policy)
 
 
 @pytest.mark.parametrize("library", ["unitscale", "plain"])

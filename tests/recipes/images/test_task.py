@@ -22,7 +22,7 @@ from recipes.run.step import make_train_step
 from tests.products import products
 from unitscale import ScaledArray, scalify
 
-from ..configs import CONFIGS, FILES, refuses_configs
+from ..configs import refuses_configs
 from ..idx import write_config
 from ..runs import resumes_bit_for_bit, run
 from .test_model import logits, magnitudes
@@ -30,7 +30,7 @@ from .test_model import logits, magnitudes
 MakeConfig = Callable[..., ImagesConfig]
 FORMATS = {
     "plain": "precision=float32",
-    **{name: f"precision.scalify={name}" for name in ("float32", "bfloat16", "float16")},
+    **{name: f"precision.scalify={name}" for name in ("bfloat16", "float16")},
     "fp8": "precision=scalify_fp8",
 }
 
@@ -72,13 +72,8 @@ def test_what_is_multiplied(make: MakeConfig, kind: str, name: str) -> None:
     assert Counter((name, *sorted(types)) for name, *types in found) == PRODUCTS[kind, name]
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer"), [("cnn", "adam"), pytest.param("mlp", "sgd", marks=pytest.mark.slow)]
-)
-def test_scales_propagate_through_the_whole_step(
-    make: MakeConfig, kind: str, optimizer: str
-) -> None:
-    config = make(f"model.kind={kind}", f"optimizer.name={optimizer}", FORMATS["float16"])
+def test_scales_propagate_through_the_whole_step(make: MakeConfig) -> None:
+    config = make("model.kind=cnn", "optimizer.name=adam", FORMATS["float16"])
     graphdef, transformation, state = init_state(config)
     batch = fed(config.precision, next(task.load_data(config).training(0)))
     step = make_train_step(graphdef, transformation)
@@ -118,10 +113,8 @@ def test_the_first_step_is_within_rounding_of_numpy(make: MakeConfig, name: str)
 ADAM = "optimizer={name: adam, learning_rate: 0.01}"
 VIT = ("model.kind=vit", "optimizer={name: adam, umup: true, learning_rate: 0.1}")
 LEARNS = {
-    **{f"mlp-{name}": (words,) for name, words in FORMATS.items()},
     **{f"cnn-{name}": ("model.kind=cnn", words) for name, words in FORMATS.items()},
     "mlp-float16-adam": (FORMATS["float16"], ADAM),
-    "vit-float32": VIT,
     "vit-fp8": (*VIT, "precision.policy=fp8"),
 }
 
@@ -137,9 +130,8 @@ def test_it_learns(make: MakeConfig, overrides: tuple[str, ...]) -> None:
     assert last < 0.5 * first
 
 
-@pytest.mark.parametrize("size", [7, 20])
-def test_accuracy_is_over_all_test_images(make: MakeConfig, size: int) -> None:
-    config = make(f"data.batch_size={size}")
+def test_accuracy_is_over_all_test_images(make: MakeConfig) -> None:
+    config = make("data.batch_size=7")
     data = task.load_data(config)
     model: Any = task.build(config)
     found = logits(model, data.standardized(data.test.images))
@@ -153,31 +145,11 @@ def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(make: MakeConf
     resumes_bit_for_bit(*(make("train.log_every=1", f"name={name}") for name in ("one", "other")))
 
 
-@pytest.mark.slow
-def test_a_run_on_a_mesh_is_that_of_one_device(make: MakeConfig) -> None:
-    one, _ = run(make("name=one"))
-    many, _ = run(make("name=many", "mesh={data: 2, fsdp: 4}"))
-    assert many.validation_loss == pytest.approx(one.validation_loss, rel=1e-5)
-    assert many.scores == one.scores
-
-
 def test_a_batch_is_what_was_announced(make: MakeConfig) -> None:
     config = make()
     announced = [(part.shape, part.dtype) for part in task.abstract_batch(config)]
     batch = next(task.load_data(config).training(0))
     assert [(part.shape, part.dtype) for part in batch] == announced
-
-
-SHIPPED = [CONFIGS / "mnist/cnn.yaml", CONFIGS / "mnist/mlp.yaml", CONFIGS / "images/vit.yaml"]
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_shipped_configs(path: Path) -> None:
-    config = load_kind(ImagesConfig, path, FILES["images"])
-    assert config.name == config.model.kind == path.stem
-    epoch = 60_000 // config.data.batch_size
-    assert config.train.steps % epoch == 0
-    assert config.train.eval_every == epoch
 
 
 @pytest.fixture
@@ -209,25 +181,18 @@ def test_unknown_recipe(tmp_path: Path, name: str, todo: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("plots")
 def test_commands(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(config_file), "train.steps=6"]
     assert main(["train", *words]) == 0
     trained = capsys.readouterr().out.splitlines()
     assert trained[-2].startswith("accuracy ")
-    names = {path.name for path in (config_file.parent / "runs" / "tiny").iterdir()}
-    assert names == {
-        *("config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "scores.json"),
-        *("loss.png", "rms.png"),
-    }
+    assert (config_file.parent / "runs" / "tiny" / "scores.json").exists()
     assert main(["evaluate", *words]) == 0
     loss, accuracy = capsys.readouterr().out.splitlines()
     assert f"{loss.removeprefix('step 6  ')} (of at most 16 batches;" in trained[-1]
     assert loss.endswith(" nats per image")
     assert accuracy == trained[-2]
-    assert main(["train", *words, "seed=1"]) == 2
-    assert "seed: 0 -> 1" in capsys.readouterr().err
     assert main(["generate", *words]) == 2
-    assert "expected a model that continues text; got one of recipe" in capsys.readouterr().err
+    assert "recipe images" in capsys.readouterr().err
     assert main(["describe", *words]) == 0
     assert "16 images in 16 examples" in capsys.readouterr().out

@@ -122,14 +122,6 @@ def test_a_cache_is_complete_or_not_there(config: DataConfig, tmp_path: Path) ->
         tokenize(changed(config, cache_dir=str(tmp_path / "file" / "x")), ByteTokenizer())
 
 
-def test_the_users_cache_folder(
-    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    tokenize(changed(config, cache_dir=None), ByteTokenizer())
-    assert list((tmp_path / "home" / "unitscale").glob("tokens-*"))
-
-
 def corpus(size: int = 120, *, length: int = 5, batch: int = 4) -> Corpus:
     tokens = np.arange(size, dtype=np.uint8)
     return Corpus([Text(tokens[:-20], tokens[-20:])], length, batch)
@@ -261,16 +253,6 @@ def test_too_little_text(tmp_path: Path, size: int, part: str) -> None:
     path.write_text("x" * size, encoding="utf-8")
     config = DataConfig(path=str(path), sequence_length=64)
     with pytest.raises(RecipeError, match=rf"data\.sequence_length: .*{part} .*short\.txt"):
-        load_corpus(config)
-
-
-def test_mixtures_that_cannot_be(tmp_path: Path) -> None:
-    for keys in ({"path": "x.txt", "mixture": {"a": 1.0}}, {"mixture": {}}, {"mixture": {"a": 0}}):
-        with pytest.raises(ValueError, match="mixture"):
-            DataConfig.model_validate(keys)
-    config = mixture_config(tmp_path)
-    (tmp_path / "c.txt").unlink()
-    with pytest.raises(RecipeError, match=r"data\.path: .*c\.txt"):
         load_corpus(config)
 
 

@@ -81,16 +81,14 @@ def test_documents_of_a_text_file(tmp_path: Path, kind: str) -> None:
     assert read(tmp_path / "a.txt", documents=kind) == DOCUMENTS[kind]
 
 
-@pytest.mark.parametrize("text", ["ab\ncd\n\nefgh\n" * 9, "ü€🦊" * 20, "x" * 16, "é\n🦊🦊🦊🦊🦊\n"])
-@pytest.mark.parametrize("most", [5, 16])
+@pytest.mark.parametrize("text", ["ab\ncd\n\nefgh\n" * 9, "ü€🦊" * 20, "é\n🦊🦊🦊🦊🦊\n"])
 def test_long_files_are_cut_without_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, most: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(text_module, "PIECE", most)
+    monkeypatch.setattr(text_module, "PIECE", most := 5)
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
     pieces = read(tmp_path / "long.txt")
     assert "".join(pieces) == text
-    assert len(pieces) > 1 or len(text) <= 2 * most
     assert max(len(piece) for piece in pieces) <= 2 * most  # as many again for the end of a line
     assert all(piece.endswith("\n") or len(piece) == 2 * most for piece in pieces[:-1])
 
@@ -100,12 +98,9 @@ def test_max_bytes_cuts_at_a_character(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("cd", encoding="utf-8")
     for most, expected in {4: ["ab"], 5: ["ab€"], 6: ["ab€", "c"], 99: ["ab€", "cd"]}.items():
         assert read(tmp_path, max_bytes=most) == expected
-
-
-def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "good"}\nnot JSON\n', encoding="utf-8")
-    assert read(path, max_bytes=4) == ["good"]
+    assert read(path, max_bytes=4) == ["good"]  # the rest is not read
 
 
 # name and bytes of the file, settings, and what the message has to say
