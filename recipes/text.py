@@ -136,9 +136,9 @@ def _rows(path: Path, kind: str, config: DataConfig) -> Iterator[Any]:
     else:
         import datasets  # noqa: PLC0415 - optional
 
-        found = datasets.load_from_disk(str(path))
-        rows = found[config.split] if isinstance(found, datasets.DatasetDict) else found
-        yield from (row[key] for row in rows.select_columns([key]))
+        found: Any = datasets.load_from_disk(str(path))
+        found = found[config.split] if isinstance(found, datasets.DatasetDict) else found
+        yield from (row[key] for row in found.select_columns([key]))
 
 
 def _cache_key(config: DataConfig, settings: Mapping[str, Any]) -> str:

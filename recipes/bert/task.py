@@ -46,9 +46,9 @@ class Vocabulary(NamedTuple):
             begins[index] = not token.startswith("##")
         for index, token in tokenizer.inner.get_added_tokens_decoder().items():
             special[index] = token.special
-        ids = [tokenizer.id(token) for token in ("[CLS]", "[SEP]", "[MASK]")]
+        ids = first, end, mask = [tokenizer.id(token) for token in ("[CLS]", "[SEP]", "[MASK]")]
         special[ids] = True
-        return cls(*ids, special, begins)
+        return cls(first, end, mask, special, begins)
 
     def hide(
         self, ids: np.ndarray, words: np.ndarray, predictions: int, rng: np.random.Generator

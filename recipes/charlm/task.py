@@ -81,7 +81,7 @@ class CharModel(nnx.Module):
         self.unit, self.norm, count = unit, config.norm, len(taus)
         layers: Any = nn if unit else nnx
         self.embed = layers.Embed(BYTES, width, **options)
-        positions = nn.PositionalEmbed if unit else nnx.Embed
+        positions: Any = nn.PositionalEmbed if unit else nnx.Embed
         attends = config.kind == "attention"
         self.positions = positions(length, width, **options) if attends else None
         mlp = nn.MLP if unit else MLP
@@ -100,12 +100,12 @@ class CharModel(nnx.Module):
         if unit:
             pairs = zip(branches, taus, strict=True)
             branches = [nn.Residual(branch, tau=tau, depth=count) for branch, tau in pairs]
-            self.readout = nn.Readout(width, BYTES, **options)
+            readout: Any = nn.Readout(width, BYTES, **options)
         else:
             weights = map(rules.residual, taus)
             self.weights = tuple((weight.branch, weight.skip) for weight in weights)
-            self.readout = nnx.Linear(width, BYTES, use_bias=False, **options)
-        self.branches, self.norms = nnx.List(branches), nnx.List(norms)
+            readout = nnx.Linear(width, BYTES, use_bias=False, **options)
+        self.branches, self.norms, self.readout = nnx.List(branches), nnx.List(norms), readout
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of targets (batch, time), in nats per character; nothing is random."""

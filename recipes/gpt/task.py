@@ -111,18 +111,12 @@ def build(config: GPTConfig) -> Any:
         gpt = GPT(shape, policy=make_policy(config.precision), rngs=nnx.Rngs(config.seed))
     if config.init is not None and config.pretrained is None:
         take_weights(gpt, earlier_run(config.init, GPTConfig))
-    if config.lora is not None:
-        from ..hf import adapt, start_from
-
-        adapt(gpt, config.lora, frozen=config.precision.frozen, seed=config.seed)
-        if config.pretrained is not None and config.lora.init is not None:
-            start_from(gpt, config.lora, config.lora.init)
     return gpt
 
 
 def _plain(config: GPTConfig, shape: GPTModelConfig) -> Any:
-    """The plain GPT of `config.pretrained` or a drawn one, with its FP8 matmuls."""
-    from ..hf import load, plain
+    """The plain GPT of `config.pretrained` or a drawn one, with its FP8 matmuls and LoRA."""
+    from ..hf import adapt, load, plain, start_from
 
     precision = config.precision
     options: dict[str, Any] = {"dtype": jnp.dtype(precision.policy), "precision": precision}
@@ -143,6 +137,10 @@ def _plain(config: GPTConfig, shape: GPTModelConfig) -> Any:
         return _through_qwix(gpt, config.data.sequence_length)
     if precision.matmuls is not None and not precision.scalify:
         nn.convert(gpt, {"layers.*": precision.matmuls})
+    if config.lora is not None:
+        adapt(gpt, config.lora, frozen=precision.frozen, seed=config.seed)
+        if config.pretrained is not None and config.lora.init is not None:
+            start_from(gpt, config.lora, config.lora.init)
     return gpt
 
 
