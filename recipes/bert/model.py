@@ -183,16 +183,14 @@ class PlainBert(nnx.Module):
     """The baseline: a BERT that predicts hidden tokens, with GPT-2's initialisation, no scales."""
 
     def __init__(self, config: BertModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
-        shared = {"vocab", "width", "layers", "heads", "mlp_ratio"}
-        taken = config.model_dump(include=shared | {"context", "positions", "dropout"})
+        keys = "vocab", "width", "layers", "heads", "mlp_ratio", "context", "positions", "dropout"
+        taken = config.model_dump(include={*keys})
         shape = GPTModelConfig(**taken, library="plain", norm="layer", bias=True)
         parts = Parts(shape, dtype, jnp.float32, None, rngs)
         self.encoder = PlainEncoder(parts)
         self.dense, self.norm = parts.linear(shape.width, shape.width), parts.norm()
-        tied = config.tied_readout
-        self.readout = nnx.data(
-            None if tied else parts.linear(shape.width, shape.vocab, bias=False)
-        )
+        tied, sizes = config.tied_readout, (shape.width, shape.vocab)
+        self.readout = nnx.data(None if tied else parts.linear(*sizes, bias=False))
 
     def predict(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""

@@ -1,8 +1,4 @@
-"""BERT's pretraining: pairs of segments with hidden tokens, drawn anew in every epoch.
-
-Training draws a window for every token of the text, which starts at the first word from there on.
-Validation windows lie side by side and always hide the same tokens.
-"""
+"""BERT's pretraining: pairs of segments with hidden tokens, drawn anew in every epoch."""
 
 import functools
 from collections.abc import Iterator, Sequence

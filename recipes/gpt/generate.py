@@ -104,13 +104,7 @@ class Writer(NamedTuple):
         return ids
 
     def _new(
-        self,
-        ids: np.ndarray,
-        *,
-        tokens: int,
-        seed: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
+        self, ids: np.ndarray, *, tokens: int, seed: int, temperature=1.0, top_k=None
     ) -> Iterator[int]:
         """New ids as they come, up to the number of tokens or to one of `ends`."""
         graphdef, state = nnx.split(self.model)
@@ -124,9 +118,8 @@ class Writer(NamedTuple):
             room, most = context - visible.size, max(1, context // 2)
             logits, cache = _read(graphdef, state, visible[None], room)
             for one in jax.random.split(draws, room):
-                logits, cache, token = _step(
-                    graphdef, state, logits, cache, one, jnp.float32(temperature), top_k
-                )
+                options = one, jnp.float32(temperature), top_k
+                logits, cache, token = _step(graphdef, state, logits, cache, *options)
                 new = int(token[0, 0])
                 if new in self.ends:
                     return

@@ -57,11 +57,6 @@ class ImageData(Data):
     deviation: float
     batch_size: int
 
-    @property
-    def image(self) -> Size:
-        """Height and width."""
-        return self.train.images.shape[1:]
-
     @functools.cached_property
     def digest(self) -> str:
         found = hashlib.sha256()
@@ -71,8 +66,8 @@ class ImageData(Data):
 
     @property
     def summary(self) -> str:
-        counts = f"{len(self.train.labels):,} training and {len(self.test.labels):,} test images"
-        return f"{counts}, {self.classes} classes"
+        train, test = len(self.train.labels), len(self.test.labels)
+        return f"{train:,} training and {test:,} test images, {self.classes} classes"
 
     def standardized(self, images: np.ndarray) -> np.ndarray:
         """Images in float32, of mean 0 and deviation 1 over the training images."""
@@ -213,7 +208,7 @@ class ViT(nnx.Module):
 def build(config: ImagesConfig) -> Plain | ViT:
     """The model of a config, for images and classes as its files have them."""
     data, rngs = load_data(config), nnx.Rngs(config.seed)
-    sizes = config.model, data.image, data.classes
+    sizes = config.model, data.train.images.shape[1:], data.classes
     if config.model.kind == "vit":
         return ViT(*sizes, policy=make_policy(config.precision), rngs=rngs)
     return Plain(*sizes, config.precision, rngs)
@@ -221,8 +216,8 @@ def build(config: ImagesConfig) -> Plain | ViT:
 
 def abstract_batch(config: ImagesConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Standardized images and labels."""
-    size, image = config.data.batch_size, load_data(config).image
-    images = jax.ShapeDtypeStruct((size, *image), jnp.float32)
+    size, images = config.data.batch_size, load_data(config).train.images
+    images = jax.ShapeDtypeStruct((size, *images.shape[1:]), jnp.float32)
     return images, jax.ShapeDtypeStruct((size,), jnp.int32)
 
 

@@ -61,7 +61,7 @@ def load(paths: dict[str, str], **keys: int) -> ImageData:
 def test_a_data_set(paths: dict[str, str]) -> None:
     data = load(paths)
     assert data.summary == "96 training and 20 test images, 3 classes"
-    assert (data.classes, data.image) == (CLASSES, (HEIGHT, WIDTH))
+    assert (data.classes, data.train.images.shape[1:]) == (CLASSES, (HEIGHT, WIDTH))
     images, labels = draw(96, len("train"))
     np.testing.assert_array_equal(data.train.images, images)
     np.testing.assert_array_equal(data.train.labels, labels.astype(np.int32), strict=True)
