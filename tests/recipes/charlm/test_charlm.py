@@ -23,7 +23,7 @@ from ..configs import CONFIGS, refuses_configs
 
 WRONG = [
     ("model.kind=mlp", r"model\.kind .*'conv', 'rnn' or 'attention'; got 'mlp'"),
-    ("model.cell=gruu", r"model\.cell .*; did you mean gru\?"),
+    ("model.cell=gruu", r"model\.cell .*gru"),
     ("precision.policy=fp8", "policy"),
     ("optimizer.umup=true", r"optimizer\.umup"),
     ("model.cell=rhn", "cell rhn needs library unitscale"),

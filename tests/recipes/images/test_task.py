@@ -166,7 +166,6 @@ WRONG = [
     (["precision.policy=fp8"], "policy"),
     (["optimizer.umup=true"], r"optimizer\.umup"),
     ([IS_VIT, "precision=scalify_float16"], r"precision\.scalify"),
-    ([IS_VIT, "model.heads=3"], "heads must divide width"),
     (["model={kind: rnn}"], r"model\.kind .*'mlp', 'cnn' or 'vit'; got 'rnn'"),
 ]
 test_wrong_value = refuses_configs(WRONG)
