@@ -18,6 +18,7 @@ def test_pages_have_programs() -> None:
     assert {"guide.md", "how-to/other-libraries.md", "how-to/five-bytes.md"} <= set(PAGES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_run(page: str) -> None:
     names: dict[str, object] = {"__name__": page}
