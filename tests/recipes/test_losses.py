@@ -49,6 +49,9 @@ RUNS: dict[str, tuple[str, ...]] = {
         "optimizer.name=adamw",
         "optimizer.learning_rate=0.05",
         "data.batch_size=16",
+        "data.tokenizer.kind=byte",
+        "data.tokenizer.vocab=null",
+        "model.layers=4",
     ),
     "parity": ("gpt/parity", WARM),
     "books": (
