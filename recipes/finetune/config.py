@@ -99,7 +99,7 @@ class FinetuneConfig(RunConfig):
     """Folder to start from: a run of recipe bert, or a Hugging Face encoder."""
     task: Literal["squad", "classification"]
     """Extractive question answering, or sentence classification."""
-    data: DataConfig
+    data: DataConfig = Field()
     """The files and their batches."""
     squad: SquadConfig = SquadConfig()
     """Keys of task squad."""

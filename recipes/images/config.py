@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from ..config import BatchConfig, Count, OptimizerConfig, RunConfig, Section
 
@@ -61,7 +61,7 @@ class ImagesConfig(RunConfig):
 
     recipe: Literal["images"]
     """Name of the recipe."""
-    data: ImageDataConfig
+    data: ImageDataConfig = Field()
     """The images and their batches."""
     model: ImageModelConfig = ImageModelConfig()
     """The shape of the model."""
