@@ -24,7 +24,7 @@ from ..text import (
     open_tokenizer,
     require_vocab,
 )
-from .config import SPECIAL, BertConfig, BertDataConfig, MaskingConfig
+from .config import SPECIAL, BertConfig, BertDataConfig
 
 _CONTINUED = "##"  # what WordPiece begins a token with that goes on with a word
 
@@ -73,9 +73,8 @@ def mask_tokens(
     predictions: int,
     mask: int,
     ordinary: np.ndarray,
-    config: MaskingConfig,
 ) -> Masked:
-    """Hides at most `predictions` tokens of a sequence, as BERT does.
+    """Hides at most `predictions` tokens of a sequence, as BERT does: 80% become `mask`, 10% any.
 
     `words` (time,) numbers the word of each token, rising; -1 is a token that is never hidden. A
     word is hidden whole or not at all; one that no longer fits is passed over. `ordinary` are the
@@ -97,7 +96,7 @@ def mask_tokens(
     draw = rng.random(chosen.size)
     strangers = rng.choice(ordinary, chosen.size)
     seen[chosen] = np.select(
-        [draw < config.masked, draw < config.masked + config.random],
+        [draw < 0.8, draw < 0.9],
         [np.full(chosen.size, mask), strangers],
         seen[chosen],
     )
@@ -157,7 +156,6 @@ class _Sequences:
             predictions=config.predictions,
             mask=vocabulary.mask,
             ordinary=np.flatnonzero(~vocabulary.special),
-            config=config.masking,
         )
         inputs = (masked.ids, segments, *masked[1:])
         return inputs if config.pairs == "none" else (*inputs, np.asarray(answer, np.int32))

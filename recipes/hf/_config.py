@@ -267,8 +267,7 @@ class _Sizes(BaseModel):
 
 def _shape(schema: Any, file: Any, path: Path, variant: Any, **own: Any) -> Any:
     """Build the config of a model from a file; `variant`, of its decoder, and `own` go first."""
-    if variant is not None:
-        variant = file.model_dump(include=set(DecoderConfig.model_fields)) | variant
+    variant = file.model_dump(include=set(DecoderConfig.model_fields)) | variant
     shape = {
         "library": "plain",
         "mlp_ratio": (file.hidden or 4 * file.width) / file.width,
@@ -403,7 +402,7 @@ def _family(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
 def _gpt2(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
     file = validated(_Gpt2, config, path, inert=INERT)
     own = {"norm": "layer", "bias": True, "positions": "learned"}
-    return _shape(GPTModelConfig, file, path, None, **own)
+    return _shape(GPTModelConfig, file, path, {}, **own)
 
 
 class EncoderConfig(GPTModelConfig):

@@ -122,7 +122,7 @@ def _layer(model: GPT, path: str) -> Any:
 
 
 def _kind(shape: GPTModelConfig) -> str:
-    return "gpt2" if shape.decoder is None else "llama"
+    return "gpt2" if shape.positions == "learned" else "llama"
 
 
 def _linears(shape: GPTModelConfig) -> Table:

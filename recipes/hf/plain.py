@@ -166,7 +166,7 @@ class Parts:
 
     def norm(self, width: int | None = None) -> nnx.RMSNorm | nnx.LayerNorm | OffsetNorm:
         """Make a norm, of the model's width by default."""
-        width, eps = int(width or self.config.width), self.config.norm_eps
+        width, eps = int(width or self.config.width), self.config.variant.norm_eps
         options = self.options if eps is None else {**self.options, "epsilon": eps}
         if self.kind == "offset":
             return OffsetNorm(width, **options)

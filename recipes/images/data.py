@@ -81,47 +81,48 @@ class ImageData(Data):
 
 def load_images(config: ImageDataConfig) -> ImageData:
     """The data set of a config."""
-    train = _load_split(config.train_images, config.train_labels, "train")
-    test = _load_split(config.test_images, config.test_labels, "test")
+    train, test = (_load_split(Path(config.folder), split) for split in ("train", "t10k"))
     if train.images.shape[1:] != test.images.shape[1:]:
         sizes = " and ".join("{} x {}".format(*s.images.shape[1:]) for s in (train, test))
         raise RecipeError(
-            "data.test_images: expected images of the size of the training images; "
-            f"got {sizes}; name files of one data set"
+            "data.folder: expected test images of the size of the training images; "
+            f"got {sizes}; name the folder of one data set"
         )
     if config.batch_size > len(train.labels):
         raise RecipeError(
             f"data.batch_size: expected at most the {len(train.labels)} training images; "
             f"got {config.batch_size}; lower it"
         )
-    classes = config.classes or int(train.labels.max()) + 1
-    for split, key in ((train, "data.train_labels"), (test, "data.test_labels")):
-        if split.labels.max() >= classes:
-            raise RecipeError(
-                f"{key}: expected labels from 0 to {classes - 1}; got {split.labels.max()}; "
-                "correct the file, or set data.classes"
-            )
+    classes = int(train.labels.max()) + 1
+    if test.labels.max() >= classes:
+        raise RecipeError(
+            f"data.folder: expected test labels from 0 to {classes - 1}, as the training labels; "
+            f"got {test.labels.max()}; name the folder of one data set"
+        )
     sample = train.images[:: -(-len(train.images) // _STATISTICS)].astype(np.float64)
     mean, deviation = float(sample.mean()), float(sample.std()) or 1.0
     return ImageData(train, test, classes, mean, deviation, config.batch_size)
 
 
-def _load_split(images_path: str, labels_path: str, split: str) -> Split:
-    images = read_idx(Path(images_path), f"data.{split}_images", axes=3)
-    labels = read_idx(Path(labels_path), f"data.{split}_labels", axes=1)
+def _load_split(folder: Path, split: str) -> Split:
+    images = read_idx(folder / f"{split}-images-idx3-ubyte", axes=3)
+    labels = read_idx(folder / f"{split}-labels-idx1-ubyte", axes=1)
     if len(images) != len(labels) or not images.size:
         raise RecipeError(
-            f"data.{split}_labels: expected a label for each image; got {len(images)} images in "
-            f"{images_path} and {len(labels)} labels in {labels_path}; name files that belong "
-            "together"
+            f"data.folder: expected a label for each image of {split} in {folder}; got "
+            f"{len(images)} images and {len(labels)} labels; fetch the files again"
         )
     return Split(images, labels.astype(np.int32))
 
 
-def read_idx(path: Path, key: str, axes: int) -> np.ndarray:
-    """Reads one idx file of bytes, which may be compressed with gzip."""
+def read_idx(path: Path, axes: int) -> np.ndarray:
+    """Reads one idx file of bytes, or the gzip-compressed file with .gz after its name."""
+    key = "data.folder"
+    if not path.exists():
+        path = path.with_name(f"{path.name}.gz")
     try:
-        with refused(f"{key}: {path} cannot be read", "name an idx file, or a .gz of one"):
+        todo = "name the folder of MNIST's four files"
+        with refused(f"{key}: {path} cannot be read", todo):
             content = path.read_bytes()
         if content.startswith(b"\x1f\x8b"):
             content = gzip.decompress(content)
@@ -131,8 +132,7 @@ def read_idx(path: Path, key: str, axes: int) -> np.ndarray:
     if content[:4] != bytes([0, 0, 8, axes]) or len(content) < offset:
         raise RecipeError(
             f"{key}: expected {path} to be an idx file of bytes with {axes} axes, which begins "
-            f"with 00 00 08 0{axes}; got {content[:4].hex(' ') or 'nothing'}; name such a file, as "
-            "it is or compressed with gzip"
+            f"with 00 00 08 0{axes}; got {content[:4].hex(' ') or 'nothing'}; fetch the file again"
         )
     shape = tuple(int(n) for n in np.frombuffer(content, ">u4", axes, offset=4))
     if len(content) != offset + math.prod(shape):

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipes.bert.config import MaskingConfig
 from recipes.bert.data import Masked, MaskedCorpus, Vocabulary, load_data, mask_tokens
 from recipes.errors import RecipeError
 from recipes.text import ByteTokenizer
@@ -15,7 +14,7 @@ from ..masked import bert_config, write_bert
 MASK, ORDINARY = 4, np.arange(5, 1000)
 
 
-def mask(ids: np.ndarray, words: np.ndarray, predictions: int, seed: int = 0, **shares) -> Masked:
+def mask(ids: np.ndarray, words: np.ndarray, predictions: int, seed: int = 0) -> Masked:
     return mask_tokens(
         ids,
         words,
@@ -23,7 +22,6 @@ def mask(ids: np.ndarray, words: np.ndarray, predictions: int, seed: int = 0, **
         predictions=predictions,
         mask=MASK,
         ordinary=ORDINARY,
-        config=MaskingConfig(**shares),
     )
 
 
@@ -56,8 +54,8 @@ def test_what_is_seen_has_the_shares_asked_for() -> None:
 def test_words_are_hidden_whole(seed: int) -> None:
     words = np.repeat([-1, 0, 1, 2, 3, 4, -1], [1, 3, 1, 4, 2, 3, 2])
     ids = np.arange(10, 10 + words.size)
-    masked = mask(ids, words, 5, seed, masked=1.0, random=0.0)
-    hidden = masked.ids == MASK
+    masked = mask(ids, words, 5, seed)
+    hidden = np.isin(np.arange(words.size), masked.positions[masked.counts])
     for word in range(5):
         assert len(set(hidden[words == word])) == 1
     assert not hidden[words < 0].any()
@@ -130,11 +128,11 @@ def test_special_tokens_are_not_hidden(path: Path) -> None:
 
 
 def test_whole_words_are_hidden_whole(path: Path) -> None:
-    words = "data.masking={share: 0.4, masked: 1.0, random: 0.0, whole_words: true}"
-    data = load(path, words)
+    data = load(path, "data.masking={share: 0.4, whole_words: true}")
     seen = 0
     for _, batch in zip(range(20), data.training(0), strict=False):
-        for ids, hidden in zip(whole(batch), batch[0] == data.vocabulary.mask, strict=True):
+        for ids, positions, counts in zip(whole(batch), batch[2], batch[4], strict=True):
+            hidden = np.isin(np.arange(ids.size), positions[counts])
             inside = ~data.vocabulary.begins[ids]
             np.testing.assert_array_equal(hidden[1:][inside[1:]], hidden[:-1][inside[1:]])
             seen += inside.sum()
@@ -195,7 +193,7 @@ def test_a_batch_of_several_texts_has_the_share_of_each(tmp_path: Path, pairs: s
     for name, file in files.items():
         file.write_text(f"{name} " * 400, encoding="utf-8")
     mixture = f"data.mixture={{{files['aaa']}: 3, {files['bb']}: 1}}"
-    words = ["data.path=null", f"data.pairs={pairs}", "data.masking.random=0"]
+    words = ["data.path=null", f"data.pairs={pairs}"]
     data = load_data(bert_config(write_bert(tmp_path), mixture, *words))
     (word,) = set(data.tokenizer.encode("bb").tolist())
     for _, batch in zip(range(20), data.training(0), strict=False):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from pydantic import ValidationError
 
 from recipes.bert.config import BertConfig
 from recipes.bert.task import abstract_batch, build, closing, load_data
@@ -137,25 +138,32 @@ def test_sizes_follow_from_data(config_file: Path) -> None:
     assert bert_config(config_file, "data.masking.share=0.01").data.predictions == 1
 
 
+def test_the_config_of_an_earlier_version_is_read(config_file: Path) -> None:
+    config = bert_config(config_file, "model.residual={scheme: depth}")
+    old = config.model_dump(mode="json")
+    old["data"]["masking"] |= {"masked": 0.8, "random": 0.1}
+    old["model"]["residual"]["tau"] = None
+    assert BertConfig.model_validate(BertConfig.upgraded(old)) == config
+    old["data"]["masking"]["masked"] = 0.9
+    with pytest.raises(ValidationError, match=r"masking\.masked"):
+        BertConfig.model_validate(BertConfig.upgraded(old))
+
+
 test_what_cannot_be_is_refused = refuses_configs(
     [
-        ("data.masking.masked=0.95", r"masked and random must not be more than 1 together"),
+        ("data.masking.masked=0.95", r"masking\.masked is no longer a key .*; it is always 0\.8"),
         ("data.tokenizer={kind: byte, vocab: null, lowercase: false}", "wordpiece or file"),
         ("data.sequence_length=4", "sequence_length must be at least 5"),
         ("model.heads=3", "heads must divide width; got heads 3 and width 16"),
         ("model={positions: rope, heads: 16}", "rope needs an even head size"),
-        ("model.vocab=100", "model.vocab must be at least the 120 ids of the wordpiece"),
+        ("model.vocab=100", "model.vocab must be at least the tokenizer's 120; got 100"),
         ("model.context=8", "model.context must be at least data.sequence_length; got 8 and 16"),
-        ("model.mlp_ratio=0.01", "mlp_ratio"),
         ("precision=scalify_float16", "are for plain models"),
-        ("data.pairs=next_sentences", "did you mean next_sentence"),
+        ("data.pairs=next_sentences", "data.pairs .*'next_sentence'"),
         # What only unitscale has.
-        (
-            [*PLAIN, "precision.policy=fp8"],
-            "policy in FP8 and optimizer.umup need model.library unitscale",
-        ),
-        ([*PLAIN, "data.pairs=next_sentence"], "data.pairs next_sentence needs model.library"),
+        ([*PLAIN, "precision.policy=fp8"], "precision.policy .* need a unitscale model"),
+        ([*PLAIN, "data.pairs=next_sentence"], "data.pairs needs model.library"),
         ([*PLAIN, "model.norm_placement=post"], "norm_placement post needs library"),
-        ([*PLAIN, "model.scan=true"], "model: scan true needs library unitscale"),
+        ([*PLAIN, "model.scan=true"], "model: scan True needs library unitscale"),
     ]
 )

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from recipes.batches import loss_inputs
+from recipes.charlm.config import CharlmConfig
 from recipes.charlm.task import branch_taus, build
 from recipes.cli import main
 from recipes.registry import load_config
@@ -16,20 +17,22 @@ from recipes.run.report import read_metrics
 from recipes.run.state import init_state
 from recipes.sweep import make_points
 from tests.gradients import jit
+from unitscale import rules
 
 from ..characters import make, write
 from ..configs import CONFIGS, refuses_configs
 
 WRONG = [
     ("model.kind=mlp", r"model\.kind .*: expected 'conv', 'rnn' or 'attention'; got 'mlp'"),
-    ("model.cell=gruu", r"model\.cell .*; did you mean gru\?"),
-    ("precision.policy=fp8", r"policy fp8 needs model\.library unitscale: .*; set"),
-    ("optimizer.umup=true", r"optimizer\.umup and .* need model\.library unitscale; .*; set"),
-    ("model.cell=rhn", r"model: cell rhn needs library unitscale: .*; use gru or lstm"),
+    ("model.cell=gruu", r"model\.cell .*: expected 'gru', 'lstm' or 'rhn'; got 'gruu'"),
+    ("precision.policy=fp8", r"precision\.policy .* need a unitscale model"),
+    ("optimizer.umup=true", r"optimizer\.umup need a unitscale model"),
+    ("model.cell=rhn", r"model: cell rhn needs library unitscale; use gru or lstm"),
     ("model.heads=3", r"model: heads must divide width; got 3 and 8"),
-    ("data.tokenizer={kind: bpe}", r"data\.tokenizer .* needs kind byte; got kind bpe; remove"),
-    ("precision=scalify_float16", r"are not for character models, .*; set both null"),
+    ("data.tokenizer={kind: bpe}", r"data\.tokenizer .* must be of kind byte; remove"),
+    ("precision=scalify_float16", r"precision\.scalify .* are for plain models of recipes gpt"),
     ("model.precision=fp8", r"model\.precision is no longer a key of the config; set precision"),
+    ("model.tau=0.4", r"model\.tau is no longer a key .*; set model\.residual\.tau"),
     ("sweep.factor=1.0", r"sweep\.factor .*greater than 1; got 1\.0"),
     ("sweep.rates=2", r"sweep\.rates .*got 2"),
     ("sweep.seeds=[]", r"sweep\.seeds .*at least 1"),
@@ -73,15 +76,25 @@ def test_the_studies_are_the_paper_s_grid(name, points) -> None:
 
 
 def test_branches_of_attention_have_a_tau_of_their_own(tmp_path) -> None:
-    shape = {"layers": 2, "tau": 0.5, "attention_ratio": 0.4}
-    attention = make(tmp_path, model={**shape, "kind": "attention"}).model
-    assert branch_taus(attention) == [0.2, 0.5, 0.2, 0.5]
-    conv, mean = (
-        make(tmp_path, model={**shape, **changes}).model
-        for changes in ({"kind": "conv"}, {"residual": "running_mean"})
-    )
-    assert branch_taus(conv) == [0.5] * 4
-    assert branch_taus(mean) == pytest.approx([0.4, 2**-0.5, 0.4 * 3**-0.5, 0.5])
+    def taus(kind: str, **residual) -> list[float]:
+        own = {"tau": 0.5, "attention_ratio": 0.4, **residual}
+        shape = {"layers": 2, "kind": kind, "residual": own}
+        return branch_taus(make(tmp_path, model=shape).model)
+
+    assert taus("attention") == [0.2, 0.5, 0.2, 0.5]
+    assert taus("conv") == [0.5] * 4
+    mean = [0.4, 2**-0.5, 0.4 * 3**-0.5, 0.5]
+    assert taus("attention", scheme="running_mean") == pytest.approx(mean)
+    depth = rules.residual_taus("depth", 4, mult=2.0, attn_ratio=0.4)
+    assert taus("attention", scheme="depth", mult=2.0) == list(depth)
+
+
+def test_the_config_of_an_earlier_version_is_read(tmp_path) -> None:
+    config = make(tmp_path, model={"residual": {"scheme": "running_mean", "attention_ratio": 0.4}})
+    old = config.model_dump(mode="json")
+    old["model"] |= {"residual": "running_mean", "tau": 0.5, "attention_ratio": 0.4}
+    assert CharlmConfig.model_validate(CharlmConfig.upgraded(old)) == config
+    assert CharlmConfig.upgraded(config.model_dump()) == config.model_dump()
 
 
 MODELS = [
@@ -97,7 +110,7 @@ def test_every_model_has_a_float32_loss_and_float32_parameters(
 ) -> None:
     mixing = {"cell": kind, "kind": "rnn"} if kind in ("gru", "lstm", "rhn") else {"kind": kind}
     norm = {"conv": "pre", "gru": "post"}.get(kind, "none")
-    shape = {"library": library, **mixing, "norm": norm, "residual": "running_mean"}
+    shape = {"library": library, **mixing, "norm": norm, "residual": {"scheme": "running_mean"}}
     umup = {"umup": library == "unitscale"}
     config = make(tmp_path, precision=policy, model=shape, optimizer=umup)
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: build(config)), nnx.Param, ...)

@@ -66,10 +66,10 @@ def test_qwix_is_asked_for_where_it_is_missing(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.library=unitscale", "precision.matmuls=qwix"], r"need model\.library plain"),
+        (["model.library=unitscale", "precision.matmuls=qwix"], r"are for plain models"),
         (["precision=scalify_float16", "precision.matmuls=qwix"], "scalify null"),
-        (["lora={}"], r"lora needs init, the Hugging Face folder .*; got None; set init"),
-        (["precision.policy=fp8"], "with precision.matmuls for FP8 matmuls"),
+        (["lora={}"], r"lora needs init, a Hugging Face folder; got None"),
+        (["precision.policy=fp8"], "precision.policy .* need a unitscale model"),
     ],
 )
 def test_products_are_of_plain_models(
@@ -114,7 +114,7 @@ def test_config_is_frozen() -> None:
 @pytest.mark.parametrize("library", ["unitscale", "plain"])
 def test_biases_of_linear_layers(library: str) -> None:
     """All six linear layers of a Transformer layer have one; the readout has not."""
-    model = {"library": library, "layers": 1, "norm": "layer", "norm_eps": None}
+    model = {"library": library, "layers": 1, "norm": "layer"}
     optimizer = {"umup": library == "unitscale"}
     count = {}
     for bias in (False, True):
