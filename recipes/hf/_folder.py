@@ -115,18 +115,14 @@ def _shards(path: Path) -> list[str]:
     if (path / SINGLE).is_file() or not (path / INDEX).is_file():
         return []
     index = _read_json(path / INDEX).get("weight_map")
-    if not isinstance(index, dict) or not index:
+    files = sorted({*map(str, index.values())}) if isinstance(index, dict) else []
+    missing = [name for name in files if Path(name).name != name or not (path / name).is_file()]
+    if missing or not files:
         raise RecipeError(
-            f"{path / INDEX}: expected weight_map, from tensors to files; got {index!r}; copy the "
-            "file again"
+            f"{path / INDEX}: expected weight_map with names of files beside it; got "
+            f"{missing[0] if missing else index!r}; copy the whole folder"
         )
-    for file in index.values():
-        if not isinstance(file, str) or Path(file).name != file or not (path / file).is_file():
-            raise RecipeError(
-                f"{path / INDEX}: expected the name of a file beside it; got {file!r}, which is "
-                "not there; copy the whole folder"
-            )
-    return sorted(set(index.values()))
+    return files
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -135,9 +131,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise RecipeError(f"{file}: expected JSON; got {error}; copy the file again") from error
     if not isinstance(content, dict):
-        raise RecipeError(
-            f"{file}: expected a JSON object; got {type(content).__name__}; copy the file again"
-        )
+        raise RecipeError(f"{file}: expected a JSON object; got {type(content).__name__}")
     return content
 
 
@@ -151,15 +145,10 @@ def chat_prompt(folder: str, message: str) -> str:
         jinja: Any = importlib.import_module("jinja2")  # optional
         sandbox: Any = importlib.import_module("jinja2.sandbox")
     except ModuleNotFoundError as error:
-        raise RecipeError(
-            '--chat: expected jinja2 to be installed; it is not; pip install "unitscale[hf]", or '
-            "leave out --chat"
-        ) from error
+        raise RecipeError('--chat needs jinja2: pip install "unitscale[hf]"') from error
     path = Path(folder)
     tokens = _read_json(path / TOKENS) if (path / TOKENS).is_file() else {}
     template = tokens.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {one.get("name"): one.get("template") for one in template}.get("default")
     if (path / TEMPLATE).is_file():
         template = read_text(path / TEMPLATE, "--chat", "copy the whole folder")
     if not isinstance(template, str):
@@ -184,6 +173,5 @@ def chat_prompt(folder: str, message: str) -> str:
         )
     except jinja.TemplateError as error:
         raise RecipeError(
-            f"{path}: expected a chat template that takes one message of a user; got: {error}; "
-            "write the prompt out, and leave out --chat"
+            f"{path}: the chat template failed: {error}; write the prompt out, without --chat"
         ) from error

@@ -16,13 +16,7 @@ from unitscale import to_array
 from ..config import GPTModelConfig, PrecisionConfig
 from ..errors import RecipeError
 from ._bert import Bert
-from ._config import (
-    ARCHITECTURES,
-    EncoderConfig,
-    Task,
-    shape_in,
-    task_of,
-)
+from ._config import ARCHITECTURES, EncoderConfig, Task, shape_in, task_of
 from ._folder import CONFIG, FLOATS, INDEX, SINGLE, Folder, read_folder, write_folder
 from ._lora import merge_adapter
 from ._names import Table, full_name, head_part, is_unused, table_of
@@ -96,25 +90,21 @@ def load(
         options["rngs"] = nnx.Rngs(params=seed, dropout=seed)
         return GPT(config, **options) if task == "lm" else Bert(config, task, **options)
 
-    model: Any = None if on_host else make()
     if on_host:  # parameters are shapes until they are filled; other state is initialized
         graphdef, params, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
         rest = jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))()
-        model = nnx.merge(graphdef, params, rest)
+        model: Any = nnx.merge(graphdef, params, rest)
+    else:
+        model = make()
     table = table_of(kind, task, values_by_path(nnx.state(model, nnx.Param)).keys())
     drawn = _missing(table, kind, source, task, new_head)
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
         raise RecipeError(
-            f"{source.path}: expected classes to be None or that of the folder; got {classes}; "
-            "remove it, or load a folder without a head and draw a new one"
+            f"{source.path}: expected the classes of the folder's head; got {classes}; draw a new "
+            "head for a folder without one"
         )
     _fill(model, table, source, param_dtype, np if on_host else jnp)
     if adapter is not None:
-        if not isinstance(model, GPT):
-            raise RecipeError(
-                f"{source.path}: expected a decoder, which an adapter is for; got {kind}; load it "
-                "without an adapter"
-            )
         merge_adapter(model, adapter)
     return Pretrained(model, config, task, drawn, source, table)
 
@@ -173,15 +163,11 @@ def _missing(
     missing = [name for name in needed if name not in names.values()]
     # Whole parts of the head: a classifier is new on a pooler that is there.
     gone = {head_part(name) for name in missing}
-    if missing != [name for name in needed if table[name].head and head_part(name) in gone]:
+    head = [name for name in needed if table[name].head and head_part(name) in gone]
+    if missing and (missing != head or not new_head):
+        todo = "choose its own task, or draw a new head" if missing == head else "copy the folder"
         raise RecipeError(
-            f"{source.path}: expected every tensor of the model; {_list(missing)} missing; "
-            "copy the whole folder"
-        )
-    if missing and not new_head:
-        raise RecipeError(
-            f"{source.path}: expected the head of task {task}; got none of {_list(missing)}; "
-            "choose the task that it was trained for, or draw a new head"
+            f"{source.path}: expected all tensors for task {task}; {_list(missing)} missing; {todo}"
         )
     others = (name for name, full in names.items() if full not in table)
     if extra := sorted(name for name in others if not is_unused(names[name], kind)):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,8 +79,7 @@ INERT = {
     "bad_words_ids": None,
     "is_encoder_decoder": False,
     "length_penalty": 1.0,
-    "prefix": "",
-    "pruned_heads": {},
+    "num_beams": 4,
     "unknown": None,
 }
 
@@ -200,17 +200,17 @@ CODE = {"AutoConfig": "configuration_bert.BertConfig"}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # keys that may change what is computed
     ("SmolLM2-135M-Instruct", {"rope_interleaved": True}, "rope_interleaved: .*True"),
-    ("mistral", {"layer_types": [FULL] * 2}, "layer_types: expected no key"),
-    ("llama3", {"width": 8}, "width: expected no key .*got 8"),
-    ("distilgpt2", {"multi_query": True}, "multi_query: expected no key .*True"),
-    ("bert-mlm", {"embedding_size": 128}, "embedding_size: expected no key"),
-    ("modernbert-mlm", {"sliding_window": 8}, "sliding_window: expected no key"),
+    ("mistral", {"layer_types": [FULL] * 2}, "layer_types: .* unknown"),
+    ("llama3", {"width": 8}, "width: .*unknown.*got 8"),
+    ("distilgpt2", {"multi_query": True}, "multi_query: .*unknown.*True"),
+    ("bert-mlm", {"embedding_size": 128}, "embedding_size: .*unknown"),
+    ("modernbert-mlm", {"sliding_window": 8}, "sliding_window: .*unknown"),
     ("bert-mlm", {"auto_map": CODE}, "auto_map: .*'configuration_bert"),
     # values that no model here has
     ("gemma-3-270m", {"model_type": "gemma3"}, "model_type gpt2, llama, .*got 'gemma3'"),
     ("bert-mlm", {"model_type": "albert"}, "model_type bert, roberta, modernbert; got 'albert'"),
     ("gpt2", {"activation_function": "relu"}, "activation_function: .*got 'relu'"),
-    ("gpt2", {"n_embd": ...}, "n_embd: expected Field required"),
+    ("gpt2", {"n_embd": ...}, "n_embd: Field required"),
     ("gpt2", {"n_head": 3}, "heads must divide width; got heads 3"),
     ("llama3", {"num_key_value_heads": 3}, "kv_heads must divide heads; got kv_heads 3"),
     ("qwen3", {"head_dim": 5}, "even head size .* 5"),
@@ -219,15 +219,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"use_bidirectional_attention": True}, "bidirectional_attention: .* got True"),
     ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping: .*got 5"),
     ("bert-mlm", {"position_embedding_type": "relative_key"}, "got 'relative_key'"),
-    ("bert-mlm", {"hidden_size": "16"}, "hidden_size: expected a valid integer; got '16'"),
-    ("roberta-mlm", {"pad_token_id": 31}, "pad_token_id: .*got 31 and 32"),
+    ("bert-mlm", {"hidden_size": "16"}, "hidden_size: .*integer; got '16'"),
     # rotary positions
     ("llama2", {"rope_scaling": {"type": "yarn"}}, "rope_type yarn with factor"),
-    ("llama2", {"rope_scaling": YARN | {"finetuned": True}}, "rope_scaling.finetuned: .* no such"),
+    ("llama2", {"rope_scaling": YARN | {"rope_type": "dynamic"}}, "scaling: .*got 'dynamic'"),
+    ("llama2", {"rope_scaling": YARN | {"finetuned": True}}, "finetuned: .*got True"),
     ("llama2", {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast .*got 0.5, 1.0 and 100"),
-    ("llama3", {"rope_parameters": YARN | {"rope_type": "llama3"}}, "with low_freq_factor, high_f"),
+    ("llama3", {"rope_parameters": YARN | {"rope_type": "llama3"}}, "with high_freq_.*, low_freq"),
     ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, f"{FULL} and {LOCAL}; got rope_t"),
-    ("gemma3", {"rope_scaling": OLD_LINEAR}, "rope_scaling: expected None"),
+    ("gemma3", {"rope_scaling": OLD_LINEAR}, "rope_scaling: "),
 ]
 
 
@@ -315,15 +315,15 @@ def test_rotation_and_attention_in_float16() -> None:
     q, k, v = (jnp.asarray(draw.standard_normal((2, 3, 2, 8)), jnp.float16) for _ in range(3))
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     places, turn = jnp.asarray([0, 5, 17]), frequencies(8, RopeConfig())
-    half = rotate(q, places, turn)
-    np.testing.assert_array_equal(half, rotate(wide[0], places, turn).astype(jnp.float16))
+    turned = jax.jit(lambda x, factor: rotate(x, places, turn, factor), static_argnums=1)
+    half = turned(q, 1)
+    np.testing.assert_array_equal(half, turned(wide[0], 1).astype(jnp.float16))
     assert half.dtype == jnp.float16
-    turned = rotate(wide[0], places, turn, 1.5)
-    np.testing.assert_allclose(turned, 1.5 * rotate(wide[0], places, turn), rtol=1e-5)
+    np.testing.assert_allclose(turned(wide[0], 1.5), 1.5 * turned(wide[0], 1), rtol=1e-5)
     options: dict[str, Any]
     for options in ({"is_causal": True}, {"cap": 0.7, "mask": jnp.ones((1, 1, 3, 3), bool)}):
-        expected = attend(*wide, **options).astype(jnp.float16)
-        np.testing.assert_array_equal(attend(q, k, v, **options), expected)
+        run = jax.jit(lambda *arrays, options=options: attend(*arrays, **options))
+        np.testing.assert_array_equal(run(q, k, v), run(*wide).astype(jnp.float16))
 
 
 SIZES = {
@@ -331,22 +331,11 @@ SIZES = {
     *("max_position_embeddings", "num_key_value_heads", "head_dim"),
     *("n_embd", "n_layer", "n_head", "n_positions", "model_type"),
 }
-KINDS = [
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "bert",
-    "roberta",
-    "modernbert",
-]
+KINDS = "llama mistral qwen2 qwen3 gemma2 gemma3_text gpt2 bert roberta modernbert"
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS.split())
 def test_defaults_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     transformers = importlib.import_module("transformers")
     theirs = transformers.AutoConfig.for_model(kind).to_dict()
