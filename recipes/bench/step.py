@@ -55,6 +55,8 @@ ROWS = {
     "scalify-float16": ("precision=scalify_float16", *_PLAIN),
 }
 MORE = {
+    "plain-float32": ("precision.policy=float32", *_PLAIN),
+    "float32": ("precision.policy=float32", *_STATE),
     "bfloat16": ("precision.policy=bfloat16", *_PADDED, *_STATE),
     "qwix": ("precision.policy=bfloat16", *_PLAIN, "precision.matmuls=qwix"),
     "fp8-readout-scaled": ("precision.readout=gradients", *ROWS["fp8-scaled"]),
@@ -68,8 +70,7 @@ SHAPES = {
 DEFAULT_SHAPES = {"cpu": "parity", "gpu": "gpt2-small", "h200": "gpt2-small,llama-1b"}
 KINDS = ("FP8 products", "16-bit products", "32-bit products", "attention", "memory-bound")
 PROJECTED = (
-    "All times are projected: each kernel takes the longest of its bytes, of its operations and of "
-    "what the smallest takes, without gaps or overlap. All attention is cuDNN's kernel.",
+    "All times are projected (recipes.bench.aot). All attention is cuDNN's kernel.",
     "over plain: projected time over plain flax.nnx in bfloat16. peak MiB: arguments, results and "
     "temporaries. FP8 matmuls: of all matmuls but attention's, those that are FP8 kernels.",
 )
@@ -99,7 +100,7 @@ def main(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as pool:
         for shape in wanted:
-            work = functools.partial(_measure_or_say, shape, overrides or [], rounds)
+            work = functools.partial(_measure, shape, overrides or [], rounds)
             found: list[dict[str, Any]] = []
             for row in pool.map(work, names):
                 if found and "ms" in found[0] and "ms" in row:
@@ -123,7 +124,7 @@ def config_of(shape: str, row: str, overrides: Sequence[str] = ()) -> GPTConfig:
     return load_kind(GPTConfig, CONFIGS / "gpt" / f"{shape}.yaml", words)
 
 
-def _measure_or_say(shape: str, overrides: list[str], rounds: int, row: str) -> dict[str, Any]:
+def _measure(shape: str, overrides: list[str], rounds: int, row: str) -> dict[str, Any]:
     try:
         return {"program": row, **measure(config_of(shape, row, overrides), rounds)}
     except Exception as error:  # the other rows go on
@@ -240,20 +241,17 @@ def random_batch(config: GPTConfig, seed: int = 0) -> np.ndarray:
 
 
 def train_step(config: RunConfig) -> tuple[Any, Any]:
-    """The step of `recipes.train`, and the state before the first one."""
     graphdef, optimizer, state = init_state(config)
     return make_train_step(graphdef, optimizer, config), state
 
 
-def compile_times(config: RunConfig) -> tuple[float, float, jax.stages.Compiled]:
-    """CPU seconds to trace a config's step, and to trace and compile it, cold; and the program."""
+def compile_seconds(config: RunConfig) -> float:
+    """CPU seconds to trace and compile a config's step, cold."""
     jax.clear_caches()
     start = time.process_time()
     _, step, arguments = abstract_step(config)
-    lowered = step.lower(*arguments)
-    traced = time.process_time()
-    compiled = lowered.compile()
-    return traced - start, time.process_time() - start, compiled
+    step.lower(*arguments).compile()
+    return time.process_time() - start
 
 
 def stepper(config: GPTConfig) -> Callable[[], object]:
