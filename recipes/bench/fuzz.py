@@ -60,8 +60,6 @@ def main(
     runs.publish("fuzz", [runs.Table(f"Random programs, seed {seed}", rows)], json)
 
 
-# -- what programs may call ------------------------------------------------------------------------
-
 _LISTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 
 
@@ -73,23 +71,14 @@ def _expressions(*parts: str) -> list[str]:
 KINDS = {k: (share, _expressions(*parts)) for k, (share, *parts) in _LISTED["kinds"].items()}
 DIRECT = ("operators", "ops", "optim")  # computed by ScaledArray and the library, without scalify
 SCALIFIED = ("scalify", "control")
-FORMATS = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "float64"]
-FORMAT_SHARES = np.array([5, 3, 3, 1, 1, 1]) / 14
+FORMATS = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"]
+FORMAT_SHARES = np.array([5, 3, 3, 1, 1]) / 13
 # Few: each operation is compiled for each shape that it meets.
 SHAPES = [(), (3,), (3,), (2, 3), (2, 3), (3, 3), (3, 3), (2, 1), (1, 3), (1,), (0, 3)]
-OPTIMIZERS = {
-    "adam": optax.adam(0.1),
-    "sgd": optax.sgd(0.5, momentum=0.9),
-    "rmsprop": optax.rmsprop(0.1),
-    "lion": optax.lion(0.1),
-    "adagrad": optax.adagrad(0.1),
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
-}
 
 
-def _step(name: str, params: Any, grads: Any, scaled: bool = False) -> Any:
+def _step(optimizer: Any, params: Any, grads: Any, scaled: bool = False) -> Any:
     """Two steps of an optimizer; of `optim.scaled`, whose moments stay in float32."""
-    optimizer: Any = OPTIMIZERS[name]
     if scaled:
         optimizer = optim.scaled(optimizer, weights=None, moments=(None, None))
     grads = jnp.broadcast_to(to_array(grads), params.shape)
@@ -108,9 +97,8 @@ def _newton(x: Any) -> Any:
     def better(root: Any) -> Any:
         return (root + square / root) / 2
 
-    def far(carry: Any) -> Any:
-        root, turns = carry  # turns, since rounding may be tried on numbers that have no root
-        return jnp.any(abs(root * root - square) > 1e-3 * square) & (turns < 1000)
+    def far(carry: Any) -> Any:  # turns, since rounding may be tried on numbers without a root
+        return jnp.any(abs(carry[0] ** 2 - square) > 1e-3 * square) & (carry[1] < 1000)
 
     root, _ = lax.while_loop(far, lambda carry: (better(carry[0]), carry[1] + 1), (square, 0))
     return better(better(root))
@@ -121,7 +109,7 @@ def _q8(x: Any, dtype: str = "e4m3fn") -> ScaledArray:
 
 
 def _rounded(x: Any, dtype: str = "e4m3fn") -> Any:
-    """Exact in float64, and known as an operation that rounds; E4M3 has no infinity but NaN."""
+    """Exact in float64, but an operation that rounds; E4M3 has NaN in place of infinity."""
     x = lax.reduce_precision(x, 11, 52)
     return jnp.where(jnp.isinf(x), jnp.nan, x) if dtype == "e4m3fn" else x
 
@@ -142,13 +130,10 @@ class _PlainOps:
 
 
 # Names in programs on plain arrays, and on ScaledArrays.
-PLAIN = {"jax": jax, "jnp": jnp, "lax": lax, "newton": _newton}
+PLAIN = {"jax": jax, "jnp": jnp, "lax": lax, "optax": optax, "newton": _newton}
 SCALED = PLAIN | {"ops": ops, "q8": _q8, "product": _product}
 SCALED["step"] = functools.partial(_step, scaled=True)
 PLAIN |= {"ops": _PlainOps(), "q8": _rounded, "product": _plain_product, "step": _step}
-
-
-# -- programs --------------------------------------------------------------------------------------
 
 
 class Input(NamedTuple):
@@ -159,11 +144,10 @@ class Input(NamedTuple):
 
     @property
     def value(self) -> np.ndarray:
-        """The numbers that are meant, in float64 where they are floats."""
+        """Data times scale, in float64 where data are floats."""
         if not is_float(self.data.dtype):
             return self.data
-        scale = 1.0 if self.scale is None else self.scale.astype(np.float64)
-        return self.data.astype(np.float64) * scale
+        return self.data.astype(np.float64) * np.float64(1.0 if self.scale is None else self.scale)
 
 
 @dataclass(frozen=True)
@@ -203,7 +187,6 @@ def draw(seed: int, number: int) -> Program:
     rng = np.random.default_rng([seed, number])
     kind = str(rng.choice(list(KINDS), p=[share for share, _ in KINDS.values()]))
     formats = [str(x) for x in rng.choice(FORMATS, 1 + (rng.random() < 0.15), p=FORMAT_SHARES)]
-    formats = ["float64"] if "float64" in formats else formats
     inputs = {f"i{k}": _draw_input(rng, formats, kind) for k in range(rng.integers(1, 5))}
     program, texts = Program(kind, inputs), KINDS[kind][1]
     with jax.enable_x64(True), jax.disable_jit():
@@ -284,8 +267,6 @@ def listing(program: Program) -> str:
     return "\n".join([*lines, f"{call}({', '.join(program.inputs)})"])
 
 
-# -- how far rounding moves a program --------------------------------------------------------------
-
 # Operations whose results are their operands, or some of them: nothing is rounded, and a program
 # may ask whether the maximum is equal to an operand. The magnitude of complex numbers is none.
 _EXACT = set(_LISTED["exact"].split())
@@ -314,7 +295,6 @@ def rounding_of(program: Program) -> Rounding:
     known = {
         "float16": Rounding(2.0**-11, *half),
         "float32": Rounding(2.0**-24, 2.0**-40, 107),
-        "float64": Rounding(2.0**-40, 2.0**-60, 110),
     }
     names |= {"float32"} if program.kind == "optim" or not names else set()
     found = [known.get(name, Rounding(2.0**-8, 0.0, 107)) for name in names]
@@ -415,8 +395,6 @@ def spread_of(
     )
 
 
-# -- the comparison --------------------------------------------------------------------------------
-
 # How many units of measured rounding a result may be off, and of the rounding of that result alone.
 MEASURED, LAST = 8.0, 4.0
 SAMPLES, MORE = 4, 64
@@ -438,9 +416,8 @@ def check(program: Program) -> str | None:
     # Programs with control flow are compiled whole, as users do; the others run op by op.
     whole = program.kind == "control"
     jax.config.update("jax_disable_most_optimizations", not whole)
-    wide = any(x.data.dtype == np.float64 for x in program.inputs.values())
     try:
-        with jax.enable_x64(wide), jax.disable_jit(not whole):
+        with jax.enable_x64(False), jax.disable_jit(not whole):
             found = jax.tree.map(np.asarray, scaled(program, moving))
     except Exception as error:  # whatever is raised is a defect
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -452,11 +429,9 @@ def check(program: Program) -> str | None:
         return ""  # where exact numbers cancel, what rounding leaves of them may be out of range
     if whole or not all(np.isfinite(x).all() for x in values.values()):
         # XLA may select where NaN is added, and multiply it by the zeros of a padding.
-        narrow = {
-            n: x if wide or not is_float(x.dtype) else np.float32(x) for n, x in values.items()
-        }
-        with jax.enable_x64(wide), jax.disable_jit(not whole):
-            compiled = jax.tree.leaves(jax.jit(function)(**jax.tree.map(jnp.asarray, narrow)))
+        narrow = {n: np.float32(x) if is_float(x.dtype) else x for n, x in values.items()}
+        with jax.enable_x64(False), jax.disable_jit(not whole):
+            compiled = jax.tree.leaves(jax.jit(function)(**narrow))
         both = zip(spread.moved, compiled, strict=True)
         spread = spread._replace(moved=[np.stack([*m, np.asarray(r, m.dtype)]) for m, r in both])
     return disagreement(found, spread, rounding)
@@ -464,10 +439,8 @@ def check(program: Program) -> str | None:
 
 def moving_of(program: Program) -> list[str]:
     """The inputs to differentiate by: scaled ones, but not through casts to 8 bits."""
-    if program.kind in ("quant", "optim"):
-        return []
     # Outside of scalify a cotangent has the type of data, without a scale.
-    least = 4 if program.kind in DIRECT else 1
+    least = {"quant": 99, "optim": 99, "scalify": 1, "control": 1}.get(program.kind, 4)
     scaled = {n: x.data for n, x in program.inputs.items() if x.scale is not None}
     return [n for n, x in scaled.items() if is_float(x.dtype) and x.itemsize >= least]
 
@@ -475,22 +448,18 @@ def moving_of(program: Program) -> list[str]:
 def with_gradient(function: Callable[..., Any], moving: list[str]) -> Callable[..., Any]:
     """The results of a function of named arrays, and the gradient by those that move."""
 
-    def total(results: list[Any]) -> Any:
-        found = 0.0
+    def objective(moved: dict[str, Any], given: dict[str, Any]) -> Any:
+        results, total = function(**{**given, **moved}), 0.0
         for x in (x for x in results if hasattr(x, "dtype") and is_float(x.dtype)):
             x = jnp.where(jnp.isfinite(x), x, 0)
-            found += jnp.sum(x * jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype))
-        return found
+            total += jnp.sum(x * jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype))
+        return total, results
 
     def both(**given: Any) -> Any:
-        def objective(moved: dict[str, Any]) -> Any:
-            results = function(**{**given, **moved})
-            return total(results), results
-
         if not moving:
             return function(**given), {}
-        gradient, results = jax.grad(objective, has_aux=True)({n: given[n] for n in moving})
-        return results, gradient
+        moved = {name: given[name] for name in moving}
+        return jax.grad(objective, has_aux=True)(moved, given)[::-1]
 
     return both
 

@@ -15,12 +15,6 @@ from ..registry import CONFIGS, load_kind
 from . import runs
 from .step import compile_seconds, stepper, time_ratio
 
-SCALIFY = {
-    "float16": "precision=scalify_float16",
-    "fp8": "precision=scalify_fp8",
-    "float32": "precision.scalify=float32",
-    "bfloat16": "precision=scalify_bfloat16",
-}
 BOUNDS = {"scalify-float16": 0.002, "scalify-fp8": 0.005}
 MOST_TIME, MOST_COMPILING = 1.03, 1.5
 
@@ -29,7 +23,6 @@ def main(
     overrides: runs.Overrides = None,
     config: runs.ConfigPath = None,
     data: runs.DataPaths = None,
-    formats: Annotated[str, typer.Option(help=f"of {', '.join(SCALIFY)}")] = "float16,fp8",
     rounds: Annotated[int, typer.Option(min=0, help="timed steps; 0 for none")] = 40,
     seeds: runs.Seeds = 1,
     jobs: runs.Jobs = 1,
@@ -38,22 +31,22 @@ def main(
 ) -> None:
     """Prints losses, step times and compile times under scalify."""
     words = runs.plain_words()
-    variants = {"plain-float32": words}
-    for name in runs.chosen("--formats", formats, SCALIFY):
-        variants[f"scalify-{name}"] = (*words, SCALIFY[name])
+    half = (*words, "precision=scalify_float16")
+    variants = {"plain-float32": words, "scalify-float16": half}
+    variants["scalify-fp8"] = (*words, "precision=scalify_fp8")
     told = runs.Told(config, overrides, seeds, fresh, data, jobs)
     tables = runs.compare(variants, told).tables("Validation loss", BOUNDS)
     if rounds:
-        path, given = config or CONFIGS / runs.PARITY, [*(overrides or []), *words]
-        exact, half = (
-            load_kind(GPTConfig, path, [*given, SCALIFY[name]]) for name in ("float32", "float16")
+        path, given = config or CONFIGS / runs.PARITY, overrides or []
+        exact, narrow, reference = (
+            load_kind(GPTConfig, path, [*given, *own])
+            for own in ((*words, "precision.scalify=float32"), half, words)
         )
-        reference = load_kind(GPTConfig, path, given)
         found = time_ratio(stepper(exact), stepper(reference), rounds)
         rows = [found | runs.asked(found["ratio"], MOST_TIME)]
         tables.append(runs.Table("Time of a step, scalify in float32 over plain", rows))
         seconds, rows = compile_seconds(reference), []
-        for name, one in (("float32", exact), ("float16", half)):
+        for name, one in (("float32", exact), ("float16", narrow)):
             row: dict[str, Any] = {"storage": name, "s": compile_seconds(one), "plain s": seconds}
             row["ratio"] = row["s"] / seconds
             rows.append(row | (runs.asked(row["ratio"], MOST_COMPILING) if one is exact else {}))

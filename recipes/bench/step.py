@@ -4,10 +4,9 @@
     JAX_PLATFORMS=cuda python -m recipes bench step --on gpu --shapes gpt2-small,llama-1b
     JAX_PLATFORMS=cpu python -m recipes bench step --on h200 --dump programs
 
-A row is a library, a policy and the formats of the optimizer state (`ROWS`); a shape is a config
-and its batch (`SHAPES`). The step is that of `recipes.train`, on random tokens. `--on h200`, also
-`bench h200`, needs the CUDA plugin for JAX and no GPU: it projects the time of each kernel
-(`recipes.bench.aot`), and runs nothing. On a GPU each time stands beside the projected one.
+A row is a library, a policy and the formats of the optimizer state; a shape is a config and its
+batch. The step is that of `recipes.train`, on random tokens. `--on h200`, also `bench h200`, needs
+the CUDA plugin for JAX and no GPU: it projects the time of each kernel (`recipes.bench.aot`).
 """
 
 import functools
@@ -109,12 +108,10 @@ def main(
             tables.append(runs.Table(f"Training step of {shape} on this {on.upper()}", found))
     measured = [row for table in tables for row in table.rows]
     failed = [f"{row['program']}: {row['error']}" for row in measured if "error" in row]
-    if len(failed) == len(measured):
-        todo = "install JAX for this machine's GPU" if on == "gpu" else "see --rows"
-        raise RecipeError(f"bench step: no row could be measured ({failed[0]}); {todo}")
     jax.config.update("jax_platforms", platform)
     notes = [f"ms: median of {rounds} rounds of five steps, of which the last is waited for."]
-    runs.publish("step", tables, json, notes)
+    if len(failed) < len(measured):
+        runs.publish("step", tables, json, notes)
     if failed:
         raise RecipeError(f"bench step: failed: {'; '.join(failed)}", exit_code=1)
 
@@ -166,10 +163,7 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Within the block, trace attention of `jax.nn` for cuDNN's kernel, which plain models do not.
-
-    The query's type is not asked: scalify traces in float32, and gives the kernel 16 bits.
-    """
+    """Trace attention of `jax.nn` for cuDNN's kernel, which plain models do not ask for."""
     own = jax.nn.dot_product_attention
 
     @functools.wraps(own)

@@ -97,21 +97,12 @@ def task_of(config: Mapping[str, Any], wanted: Task | None, path: Path) -> Task:
     kind = model_type(config, path)
     names = {name: task for task, own in ARCHITECTURES[kind].items() for name in own}
     tasks = [task for task in ARCHITECTURES[kind] if task is not None]
-    if wanted is not None and wanted not in tasks:
-        raise RecipeError(
-            f"{path}: expected a task of {kind}, {' or '.join(tasks)}; got {wanted!r}; load "
-            "another folder or choose another task"
-        )
     (name,) = (config.get("architectures") or [None])[:1]
-    if name is not None and name not in names:
+    task = wanted or names.get(name) or (tasks[0] if len(tasks) == 1 else None)
+    if task not in tasks or name not in (None, *names):
         raise RecipeError(
-            f"{path / CONFIG}: expected an architecture of {', '.join(names)}; got {name!r}; no "
-            "other is supported"
-        )
-    if (task := wanted or names.get(name) or (tasks[0] if len(tasks) == 1 else None)) is None:
-        raise RecipeError(
-            f"{path / CONFIG}: expected an architecture with a task; got {name!r}; choose the "
-            f"task, {' or '.join(tasks)}"
+            f"{path / CONFIG}: expected a task of {kind}, {' or '.join(tasks)}, and one of "
+            f"{', '.join(names)}; got {wanted!r} and {name!r}; choose another task or folder"
         )
     return task
 
@@ -371,11 +362,7 @@ def _gpt2(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
 
 
 class EncoderConfig(GPTModelConfig):
-    """The shape of a BERT, RoBERTa or ModernBERT, and of its heads.
-
-    A ModernBERT has the layers of a GPT, without a causal mask. `decoder.window` counts the tokens
-    on one side that a local layer attends to, its own included.
-    """
+    """The shape of a BERT, RoBERTa or ModernBERT (with `decoder`'s layers), and of its heads."""
 
     modern: Flag = False
     segments: Count = 2
@@ -429,12 +416,11 @@ class _ModernBert(_Sizes):
 
 def _classes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the number of classes and their labels in the order of ids, as far as stated."""
-    names = config.get("id2label")
-    if not isinstance(names, dict):
-        return {"classes": config["num_labels"]} if config.get("num_labels") else {}
+    names = config.get("id2label") or {}
     ids = [str(index) for index in range(len(names))]
     labels = tuple(str(names[index]) for index in ids) if names.keys() == {*ids} else ()
-    return {"classes": len(names), "labels": labels} if names else {}
+    count = len(names) or config.get("num_labels")
+    return {"classes": count, "labels": labels} if count else {}
 
 
 def _bert(config: Mapping[str, Any], path: Path) -> EncoderConfig:

@@ -59,23 +59,21 @@ def load(
 
     Args:
       folder: Has config.json and model.safetensors (or shards with their index).
-      task: "lm" for a decoder; "masked_lm", "question_answering" or "classification" for BERT. None
-        takes that of the architecture that config.json names.
+      task: None takes that of the architecture that config.json names.
       new_head: Draw the head of the task where the folder has none; its own pooler is kept.
       classes: Labels of a new classification head; None for those of config.json.
-      dropout: Share of activations dropped in training, attention weights excepted; None for that
-        of config.json (BERT) or none (decoders).
+      dropout: Share of activations dropped in training; None for that of config.json.
       dtype: Type of activations.
       param_dtype: Type of parameters; None keeps the types of the files.
       precision: Whether linear layers multiply in FP8 under `unitscale.scalify`.
-      remat: `model.remat` of a decoder; None for "none".
+      remat: `model.remat` of a decoder.
       adapter: The folder of a LoRA adapter to add to a decoder's weights, as PEFT writes it.
       on_host: Leave parameters in the memory of the host, as NumPy arrays for `adapt`.
       seed: Seed of a new head and of dropout.
 
     Raises:
-      RecipeError: A file is missing or damaged, the weights are pickle files, the architecture is
-        not supported, or tensors are missing, unknown or of other shapes; the message names them.
+      RecipeError: A file is missing or damaged, the architecture is not supported, or tensors are
+        missing, unknown or of other shapes.
     """
     source = read_folder(Path(folder))
     task = task_of(source.config, task, source.path)
@@ -116,9 +114,6 @@ def save(
     labels: Sequence[str] | None = None,
 ) -> None:
     """Write a model's folder: the same files, with the same names, shapes and types of tensors.
-
-    With a new head there is one model.safetensors, without the heads of other tasks, and
-    config.json names the new architecture.
 
     Args:
       pretrained: From `load`.

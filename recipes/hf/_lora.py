@@ -1,7 +1,6 @@
 """Low-rank updates (LoRA) of a plain decoder, and adapter files in PEFT's format.
 
-The model's own weights are frozen, in FP8 if asked for. An update belongs to one tensor of the
-files: GPT-2's query, key and value are one tensor and share the first matrix.
+An update belongs to one tensor of the files: GPT-2's query, key and value share their first matrix.
 """
 
 import json
@@ -79,12 +78,8 @@ class UpdatedLinear(nnx.Module):
 def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int = 0) -> None:
     """Freeze a model's weights and add low-rank updates to the layers of `lora.targets`, in place.
 
-    The function stays that of the frozen weights: b is zero, and a uniform within 1 / sqrt(in).
-    Frozen matrices take the model's dtype, or linear layers that of `frozen`; vectors are
-    float32.
-
-    Raises:
-      RecipeError: The model has no such layers, or only some of those of one tensor are named.
+    b is zero, and a uniform within 1 / sqrt(in). Frozen matrices take the model's dtype, or linear
+    layers that of `frozen`; vectors are float32.
     """
     updated = updated_tensors(model.config, lora)
     for layer in model.layers if frozen is not None else ():
@@ -125,7 +120,7 @@ def _kind(shape: GPTModelConfig) -> str:
 
 
 def _linears(shape: GPTModelConfig) -> Table:
-    """Return the tensors that can be updated, the layers' kernels, by name without `.weight`."""
+    """Return the tensors of the layers' kernels, by name without `.weight`."""
     kernels = [f"layers.{i}.{name}.kernel" for i in range(shape.layers) for name in _LINEARS]
     table = table_of(_kind(shape), "lm", kernels)
     by_layer = sorted(table, key=lambda name: int(table[name].paths[0].split(".")[1]))
@@ -133,27 +128,20 @@ def _linears(shape: GPTModelConfig) -> Table:
 
 
 def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
-    """Return the tensors that hold the layers of `lora.targets`.
-
-    Raises:
-      RecipeError: The model has no such layers, or only some of those of one tensor are named.
-    """
-    wanted, known, chosen = set(lora.targets), set[str](), {}
+    """Return the tensors that hold the layers of `lora.targets`, each of them whole."""
+    got, known, chosen = ", ".join(lora.targets), set[str](), {}
     for name, tensor in _linears(shape).items():
-        own = [path.split(".")[-2] for path in tensor.paths]
-        known |= set(own)
-        if wanted.issuperset(own):
+        own = {path.split(".")[-2]: None for path in tensor.paths}
+        known |= own.keys()
+        if own.keys() <= {*lora.targets}:
             chosen[name] = tensor
-        elif not wanted.isdisjoint(own):
+        elif own.keys() & {*lora.targets}:
             raise RecipeError(
                 f"lora.targets: expected all of {', '.join(own)} or none, as {name} is one tensor "
-                f"of them; got {', '.join(lora.targets)}; add the others"
+                f"of them; got {got}; add the others"
             )
-    if wanted - known:
-        raise RecipeError(
-            f"lora.targets: expected some of {', '.join(sorted(known))}, which the model has; got "
-            f"{', '.join(lora.targets)}; remove {', '.join(sorted(wanted - known))}"
-        )
+    if {*lora.targets} - known:
+        raise RecipeError(f"lora.targets: expected some of {', '.join(sorted(known))}; got {got}")
     return chosen
 
 
@@ -220,11 +208,7 @@ def merge_adapter(model: GPT, folder: str | Path) -> None:
 
 
 def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:
-    """Set the updates of an adapted model to those of a folder.
-
-    Raises:
-      RecipeError: The folder has no such adapter, or its rank, alpha or layers are not `lora`'s.
-    """
+    """Set the updates of an adapted model to those of a folder, which must be `lora`'s."""
     updates, updated = _read_adapter(Path(folder), model), updated_tensors(model.config, lora)
     found = {(a.shape[1], scale * a.shape[1]) for a, _, scale in updates.values()}
     if updates.keys() != updated.keys() or found != {(lora.rank, lora.alpha)}:
