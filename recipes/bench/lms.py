@@ -105,7 +105,7 @@ def study(folder: Path) -> runs.Table:
     best = list(by_format(curves).values())
 
     def pairs(first: tuple[str, str], second: tuple[str, str]) -> list[float]:
-        return [x[first] / x[second] - 1 for x in best if first in x and second in x]
+        return [x[first].least / x[second].least - 1 for x in best if {first, second} <= x.keys()]
 
     def row(what: str, over: Sequence[float], most: float) -> dict[str, Any]:
         count = sum(x <= most for x in over)

@@ -21,7 +21,6 @@ _TEXTS = (
     *(CONFIG, "tokenizer.json", INDEX, GENERATION, TOKENS, "special_tokens_map.json", TEMPLATE),
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
 
 
@@ -83,13 +82,10 @@ def write_folder(path: Path, folder: Folder, tensors: Mapping[str, np.ndarray]) 
 def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarray]]:
     """Read the metadata and the tensors of a safetensors file."""
     if not path.is_file():
-        if pickle := next((file for end in _PICKLES for file in path.parent.glob(end)), None):
-            raise RecipeError(
-                f"{path.parent}: expected {path.name}; got the pickle file {pickle.name}, which "
-                "can run any code and is not read; where it is trusted, convert it with "
-                "from_pretrained(...).save_pretrained(...) of transformers or peft"
-            )
-        raise RecipeError(f"{path.parent}: expected {path.name}; got no such file; copy the folder")
+        raise RecipeError(
+            f"{path.parent}: expected {path.name}; got no such file; copy the whole folder, or "
+            "convert pickles, which are not read, by save_pretrained of transformers or peft"
+        )
     try:
         with safe_open(path, "np") as file:
             return file.metadata(), {name: file.get_tensor(name) for name in sorted(file.keys())}

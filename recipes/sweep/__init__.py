@@ -2,6 +2,7 @@
 
 from ._points import Point as Point, make_points as make_points
 from ._results import (
+    Curve as Curve,
     Row as Row,
     append_row as append_row,
     by_format as by_format,

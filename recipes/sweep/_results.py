@@ -1,4 +1,4 @@
-"""The results of a sweep's runs: a file of rows, a table and curves."""
+"""The results of a sweep's runs: a file of rows, and a table."""
 
 import json
 import math
@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from matplotlib.figure import Figure
 
 from ..run.folder import ROWS, flatten
 from ._points import Point, in_words, key_of
@@ -88,48 +86,25 @@ def read_curves(points: Sequence[Point], folder: Path) -> list[Curve]:
     return curves
 
 
-def by_format(curves: Sequence[Curve]) -> dict[str, dict[tuple[str, str], float]]:
-    """The least loss of each model, by library and policy."""
-    found: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
+def by_format(curves: Sequence[Curve]) -> dict[str, dict[tuple[str, str], Curve]]:
+    """The curves of each model, by library and policy."""
+    found: dict[str, dict[tuple[str, str], Curve]] = defaultdict(dict)
     for curve in curves:
         known = flatten(curve.point.config.model_dump())
         values = curve.point.values.items()
         model = in_words({k: value for k, value in values if k not in (LIBRARY, POLICY)})
-        found[model][known.get(LIBRARY, ""), known[POLICY]] = curve.least
+        found[model][known.get(LIBRARY, ""), known[POLICY]] = curve
     return found
 
 
 def report(points: Sequence[Point], folder: Path) -> None:
-    """Write `results.md` and `curves.png`."""
-    curves = read_curves(points, folder)
-    losses = by_format(curves)
-    columns = sorted({column for found in losses.values() for column in found})
+    """Write `results.md`: the least loss of each model and format, and its learning rate."""
+    models = by_format(read_curves(points, folder))
+    columns = sorted({column for found in models.values() for column in found})
     head = ["model", *(" ".join(column).strip() for column in columns)]
     rows = [head, ["---"] * len(head)]
-    for model, found in losses.items():
-        rows.append([model, *(f"{found[c]:.4f}" if c in found else "" for c in columns)])
+    for model, found in models.items():
+        best = (found.get(column) for column in columns)
+        rows.append([model, *(f"{x.least:.4f} at {x.best:.3g}" if x else "" for x in best)])
     text = "\n".join(" | ".join(row) for row in rows)
     (folder / "results.md").write_text(text + "\n", encoding="utf-8")
-    if curves:
-        _plot_curves(curves, folder / "curves.png")
-
-
-def _plot_curves(curves: Sequence[Curve], path: Path) -> None:
-    """Loss over learning rate: a panel for each value of the grid's first key."""
-    panels: dict[str, list[tuple[str, Curve]]] = defaultdict(list)
-    for curve in curves:
-        values = [*curve.point.values.items()]
-        panels[in_words(dict(values[:1]))].append((in_words(dict(values[1:])), curve))
-    figure = Figure(figsize=(1 + 5 * len(panels), 4.5), layout="constrained", dpi=120)
-    axes_of = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (title, lines) in zip(axes_of, panels.items(), strict=True):
-        for label, curve in lines:
-            (line,) = axes.plot(*zip(*curve.losses.items(), strict=True), "o-", label=label, ms=4)
-            axes.plot(curve.best, curve.least, "*", color=line.get_color(), ms=14)
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="learning rate", title=title)
-        axes.grid(alpha=0.3)
-        if len(lines) <= 12:
-            axes.legend()
-    axes_of[0].set_ylabel(f"validation loss (nats per {curves[0].point.config.loss_unit})")
-    figure.savefig(path)

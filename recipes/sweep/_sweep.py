@@ -33,7 +33,7 @@ from ._results import Row, append_row, read_rows, report
 def sweep(
     config: RunConfig, *, jobs: int = 1, fresh: bool = False, console: Console | None = None
 ) -> Path:
-    """Train all points of a config's grid that are not finished, and plot the results.
+    """Train all points of a config's grid that are not finished, and write the results.
 
     Returns the folder of the results, `<train.runs_dir>/<name>-sweep/`. `jobs` processes work at
     once; `fresh` moves an earlier sweep of this name aside.

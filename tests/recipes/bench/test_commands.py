@@ -14,6 +14,7 @@ import pytest
 from recipes.bench import fuzz, lms, parallel, parity, runs, step
 from recipes.cli import main
 from recipes.finetune.config import FinetuneConfig
+from recipes.sweep import Curve
 from tests.recipes.masked import write_bert
 from tests.recipes.tasks import FILES, write_tasks
 from unitscale import ScaledArray
@@ -143,7 +144,9 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_character_models_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     formats = [(of, policy) for of in ("unitscale", "plain") for policy in ("float32", "float16")]
     models = [(1.0, 1.004, 1.1, 1.2), (1.0, 1.1, 0.9, 0.9), (2.0, 1.9, 2.0, math.inf)]
-    losses = [dict(zip(formats, model, strict=True)) for model in models]
+    point: Any = None
+    curves = [[Curve(point, {1.0: loss}) for loss in model] for model in models]
+    losses = [dict(zip(formats, model, strict=True)) for model in curves]
     for name, given in (("is_run", True), ("load_config", None), ("make_points", [])):
         monkeypatch.setattr(lms, name, lambda *_, given=given: given)
     monkeypatch.setattr(lms, "read_curves", lambda *_: [])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from tokenizers import Tokenizer, processors
+from tokenizers import processors
 
 from recipes.errors import RecipeError
 from recipes.finetune.config import ClassificationConfig, DataConfig, SquadConfig
@@ -222,32 +222,22 @@ def template(single: str, pair: str) -> processors.TemplateProcessing:
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=[CLS, SEP])
 
 
-# what a tokenizer adds to texts, and what is said of it; None where it can be used
-LAYOUTS: list[tuple[Any, str | None]] = [
-    (processors.RobertaProcessing(SEP, CLS), None),
-    (template("[CLS] $A", "[CLS] $A:1 [SEP]:0 $B:2 [SEP]:3"), None),
-    (template("[CLS] $A", "[CLS] $B [SEP] $A"), r"got \[CLS\] a \[SEP\] a;"),
-    (template("[CLS] $A", "[CLS] $A [SEP] $B [SEP] $A"), "second text last"),
-    (None, r"puts \[CLS\] .* first.* got a a; use"),
-]
-
-
-def test_layouts() -> None:
+@pytest.mark.parametrize(
+    "processor",
+    [
+        processors.RobertaProcessing(SEP, CLS),
+        template("[CLS] $A", "[CLS] $A:1 [SEP]:0 $B:2 [SEP]:3"),
+    ],
+)
+def test_layouts(processor: Any) -> None:
     """The tokenizer itself is left alone."""
-    pair = [Row("the mine", "open", "a", 1)]
-    for processor, message in LAYOUTS:
-        tokenizer = make_tokenizer() if processor else Tokenizer(make_tokenizer().model)
-        if processor:
-            tokenizer.post_processor = processor  # type: ignore[assignment]
-        if message is not None:
-            with pytest.raises(RecipeError, match=message):
-                records(pair, 8, tokenizer)
-            continue
-        expected = tokenizer.encode("the mine", "open")
-        found, count = records(pair, 10, tokenizer).arrays, len(expected)
-        assert found["ids"][0].tolist() == expected.ids + [0] * (10 - count)
-        assert found["segments"][0, :count].tolist() == expected.type_ids
-        assert tokenizer.padding is tokenizer.truncation is None
+    tokenizer = make_tokenizer()
+    tokenizer.post_processor = processor  # type: ignore[assignment]
+    expected = tokenizer.encode("the mine", "open")
+    made = records([Row("the mine", "open", "a", 1)], 10, tokenizer).arrays
+    assert made["ids"][0].tolist() == expected.ids + [0] * (10 - len(expected))
+    assert made["segments"][0, : len(expected)].tolist() == expected.type_ids
+    assert tokenizer.padding is tokenizer.truncation is None
 
 
 # SQuAD

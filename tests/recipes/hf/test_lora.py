@@ -239,7 +239,6 @@ DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: (f / CONFIG).unlink(), rf"got one without {CONFIG}"),
     (lambda f: (f / CONFIG).write_text("[]"), rf"{CONFIG}: .*; got list"),
     (lambda f: (f / WEIGHTS).unlink(), rf"expected {WEIGHTS}; got no such file"),
-    (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), r"pickle file adapter_model\.bin"),
     (lambda f: (f / WEIGHTS).write_bytes(b"x"), rf"{WEIGHTS}: expected a safetensors file"),
     (lambda f: change(f, peft_type="IA3"), rf"{CONFIG}: peft_type: .*got 'IA3'"),
     (lambda f: change(f, use_dora=True), rf"{CONFIG}: use_dora: "),

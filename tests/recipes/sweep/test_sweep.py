@@ -16,7 +16,7 @@ from recipes.run.pool import each
 from recipes.run.recipe import recipe_of
 from recipes.run.state import init_state
 from recipes.run.step import advance, make_train_step
-from recipes.sweep import _results, _sweep as module, append_row, read_rows, sweep
+from recipes.sweep import _sweep as module, append_row, read_rows, sweep
 from recipes.sweep._sweep import Trials, missing
 from recipes.train import train
 
@@ -32,7 +32,6 @@ class Machine:
     """Stands in for training: counts what it is asked for, and fails where it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(_results, "_plot_curves", lambda *_: None)
         self.broken: set[str] = set()
         self.trained: list[tuple[str, float, int]] = []
         monkeypatch.setattr(module, "Trials", self.make_trials)
