@@ -269,7 +269,7 @@ def test_both_versions_are_read(tmp_path: Path) -> None:
     )
     one, two, three = read_squad(path)
     assert (one.id, one.question, one.context) == ("one", "When?", STORY)
-    assert [(x.text, x.answer_start) for x in one.answers] == [("1878", 19), ("in 1878", 16)]
+    assert [x.answer_start for x in one.answers] == [19, 16]
     assert two.answers == []
     assert STORY[three.answers[0].answer_start :] == "closed."
 
@@ -390,13 +390,9 @@ def test_windows_are_those_of_the_library(length: int, most: int) -> None:
         assert window.offsets.tolist() == [list(encoding.offsets[i]) for i in context]
 
 
-def test_no_room_for_the_context() -> None:
-    features(ask("1878"), length=12)
-    with pytest.raises(RecipeError, match=r"sequence_length: .* 12, .* 3 special .* got 11;"):
+def test_short_windows() -> None:
+    with pytest.raises(RecipeError, match=r"sequence_length: .* 12, .* got 11;"):
         features(ask("1878"), length=11)
-
-
-def test_windows_without_context() -> None:
     made = features(ask("1878"), ask(None, context=" \t "), ask("mine", context="The mine"))
     assert [window.question for window in made.windows] == [0, 1, 2]
     assert made.windows[1].offsets.shape == (0, 2)

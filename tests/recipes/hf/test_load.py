@@ -20,7 +20,6 @@ from flax import nnx
 
 from recipes.errors import RecipeError
 from recipes.hf import Bert, load, save
-from tests.recipes import make_pretrained_fixtures as fixtures
 from tests.recipes.pretrained import (
     FIXTURES,
     FOLDERS,
@@ -141,12 +140,7 @@ def old_bert(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return new | {"cls.seq_relationship.weight": np.ones((2, 16), np.float32)}
 
 
-def bare_bert(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    new = {name.removeprefix("bert."): array for name, array in old.items()}
-    return new | {"embeddings.position_ids": np.arange(32)[None].astype(np.int32)}
-
-
-OLD = [("gpt2", bare_gpt2), ("llama3", bare_llama), ("bert-mlm", old_bert), ("bert-mlm", bare_bert)]
+OLD = [("gpt2", bare_gpt2), ("llama3", bare_llama), ("bert-mlm", old_bert)]
 
 
 @pytest.mark.parametrize(("name", "change"), OLD)
@@ -273,7 +267,6 @@ def test_losses_are_means_of_cross_entropies() -> None:
 
 def test_files_beside_the_weights(tmp_path: Path) -> None:
     folder = copied("llama3", tmp_path)
-    (folder / "pytorch_model.bin").write_bytes(b"no pickle")  # not read
     (folder / INDEX).write_text("{}", "utf-8")  # left over
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', "utf-8")
     pretrained = load(folder)
@@ -285,12 +278,12 @@ def test_files_beside_the_weights(tmp_path: Path) -> None:
 Change = Callable[[Path], Any]
 
 
-def tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Change:
-    return lambda folder: change_tensors(folder, change)
-
-
 def without(name: str) -> Change:
-    return tensors(lambda old: {key: array for key, array in old.items() if key != name})
+    return lambda f: change_tensors(f, lambda was: {k: v for k, v in was.items() if k != name})
+
+
+def with_array(name: str, array: Any) -> Change:
+    return lambda folder: change_tensors(folder, lambda old: old | {name: np.asarray(array)})
 
 
 def config(**changes: Any) -> Change:
@@ -305,12 +298,6 @@ def gone(name: str) -> Change:
     return lambda folder: (folder / name).unlink()
 
 
-def escaping(folder: Path) -> None:
-    content = json.loads((folder / INDEX).read_text("utf-8"))
-    content["weight_map"][NORM] = "../weights.safetensors"
-    (folder / INDEX).write_text(json.dumps(content), "utf-8")
-
-
 def in_float8(folder: Path) -> None:
     """A file whose header names a type that is not one of NumPy's or ours."""
     raw = b'{"x": {"dtype": "F8_E4M3FNUZ", "shape": [1], "data_offsets": [0, 1]}}'
@@ -318,12 +305,10 @@ def in_float8(folder: Path) -> None:
 
 
 LINEAR = "transformer.h.0.mlp.c_fc.weight"
-NORM = "bert.encoder.layer.1.output.LayerNorm.bias"
 # folder, what is wrong with it, what the message has to name
 MISTAKES: list[tuple[str, Change, str]] = [
     ("gpt2", gone("config.json"), r"with config\.json; got one without"),
     ("gpt2", text("config.json", "{"), r"config\.json: expected JSON"),
-    ("gpt2", text("config.json", "[1]"), r"config\.json: .* object; got list"),
     ("gpt2", config(model_type="t5"), r"model_type gpt2, llama, .*bert.*; got 't5'"),
     ("gpt2", config(architectures=["GPT2ForTokens"]), r"GPT2LMHeadModel, .*and 'GPT2ForTokens'"),
     ("bert-mlm", config(architectures=["BertModel"]), "task .*and 'BertModel'"),
@@ -333,7 +318,7 @@ MISTAKES: list[tuple[str, Change, str]] = [
     ("gpt2", in_float8, "F32, F16 and BF16; got .*float8_e4m3fnuz"),
     ("bert-qa", text(INDEX, "{}"), r"index\.json: expected weight_map.*; got None"),
     ("bert-qa", gone("model-00001-of-00002.safetensors"), "beside it; got 'model-00001-of"),
-    ("bert-qa", escaping, r"beside it; got '\.\./weights"),
+    ("bert-qa", text(INDEX, '{"weight_map": {"x": "../w"}}'), r"beside it; got '\.\./w'"),
     ("qwen3", without("model.layers.1.self_attn.q_norm.weight"), r"q_norm\.weight missing"),
     ("llama3", config(attention_bias=False), r"q_proj\.bias, .* more extra"),
     ("mistral", config(tie_word_embeddings=True), r"lm_head\.weight and model\.embed_tokens\S+ "),
@@ -342,9 +327,9 @@ MISTAKES: list[tuple[str, Change, str]] = [
     ("bert-classes", without("classifier.bias"), r"classifier\.bias missing"),
     ("gpt2", config(n_layer=1), r"transformer\.h\.1\.\S+, .* and 8 more extra"),
     ("gpt2", config(n_layer=3), r"transformer\.h\.2\.\S+, .* and 8 more missing"),
-    ("gpt2", tensors(lambda old: old | {"new.weight": np.ones(1)}), r"new\.weight extra"),
+    ("gpt2", with_array("new.weight", [1.0]), r"new\.weight extra"),
     ("gpt2", config(n_inner=64), r"c_fc\.bias must be \[64\] of float32.*; got \[40\] of float32"),
-    ("gpt2", tensors(lambda o: o | {LINEAR: o[LINEAR].astype(int)}), r"got \[16, 40\] of int32"),
+    ("gpt2", with_array(LINEAR, np.ones((16, 40), int)), r"got \[16, 40\] of int32"),
 ]
 
 
@@ -362,30 +347,3 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
         load(tmp_path / "absent")
     with pytest.raises(RecipeError, match=r"expected a task of gpt2, .*; got 'masked_lm'"):
         load(FIXTURES / "gpt2", "masked_lm")
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize("architecture", list(fixtures.CLASSES))
-def test_logits_of_a_live_model(architecture: str, tmp_path: Path) -> None:
-    """Another random shape."""
-    draw = np.random.default_rng()
-    sizes = [int(n) for n in draw.integers(1, 5, 3)]
-    decoders = dict(fixtures.DECODERS.values())
-    if architecture.startswith("GPT2"):
-        shape = {"n_layer": sizes[0], "n_head": sizes[1], "n_embd": 8 * sizes[1] * sizes[2]}
-    elif architecture.startswith("ModernBert"):
-        shape = fixtures.MODERN | {"num_hidden_layers": sizes[0] + 1}
-        shape |= {"num_attention_heads": sizes[1], "hidden_size": 8 * sizes[1]}
-    elif architecture in decoders:
-        heads = {"num_attention_heads": 2 * sizes[1], "num_key_value_heads": sizes[1]}
-        shape = fixtures.FAMILY | decoders[architecture] | heads
-        shape |= {"hidden_size": 4 * sizes[1] * sizes[2], "head_dim": 2 * sizes[0]}
-    else:
-        shape = {"num_hidden_layers": sizes[0], "num_attention_heads": sizes[1]}
-        shape |= {"hidden_size": 8 * sizes[1] * sizes[2], "intermediate_size": 24}
-    seed = int(draw.integers(1000))
-    model = fixtures.make_model(architecture, seed=seed, vocab_size=99, **shape)
-    fixtures.write(tmp_path, model, seed=seed)
-    inputs, expected = reference(tmp_path)
-    found = logits(load(tmp_path).model, *inputs)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE, err_msg=f"{shape} {seed}")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recipes.config import DecoderConfig, RopeConfig
+from recipes.config import RopeConfig
 from recipes.errors import RecipeError
 from recipes.hf import shape_of_bert, shape_of_decoder
 from recipes.hf.plain import attend, frequencies, rotate
@@ -225,6 +225,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama2", {"rope_scaling": YARN | {"rope_type": "dynamic"}}, "scaling: .*got 'dynamic'"),
     ("llama2", {"rope_scaling": YARN | {"finetuned": True}}, "finetuned: .*got True"),
     ("llama2", {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast .*got 0.5, 1.0 and 100"),
+    ("llama3", {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_factor .*1.0 and 1"),
     ("llama3", {"rope_parameters": YARN | {"rope_type": "llama3"}}, "with high_freq_.*, low_freq"),
     ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, f"{FULL} and {LOCAL}; got rope_t"),
     ("gemma3", {"rope_scaling": OLD_LINEAR}, "rope_scaling: "),
@@ -235,15 +236,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_refused(name: str, keys: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=rf"config\.json: .*{message}"):
         shape_of(name, tmp_path, **keys)
-
-
-def test_shapes_that_contradict_themselves() -> None:
-    with pytest.raises(ValueError, match=r"local layers need a window; got layers \[0, 3\]"):
-        DecoderConfig(local_layers=(0, 3))
-    with pytest.raises(ValueError, match=r"high_factor above its low_factor; got 1\.0 and 2\.0"):
-        RopeConfig(scaling="llama3", low_factor=2.0, high_factor=1.0)
-    with pytest.raises(ValueError, match=r"beta_fast of at least its beta_slow, .*got 1\.0, 2\.0 "):
-        RopeConfig(scaling="yarn", fast=1.0, slow=2.0)
 
 
 def yarn(size: int, base: float, context: int, given: dict[str, Any]) -> tuple[np.ndarray, float]:

@@ -169,16 +169,6 @@ def test_divergence_everywhere_looks_below() -> None:
     assert missing(found | {-4: 1.0, -3: 2.0, -2: math.inf}, 3, 2) == []
 
 
-@settings(max_examples=20)
-@given(rates=st.integers(3, 6), rounds=st.integers(1, 5))
-def test_the_number_of_rounds_bounds_a_search_without_an_optimum(rates, rounds) -> None:
-    losses: dict[int, float] = {}
-    while places := missing(losses, rates, rounds):
-        losses |= {place: -float(place) for place in places}
-    low = -(rates // 2)
-    assert sorted(losses) == list(range(low, low + rates * rounds))
-
-
 def test_a_round_that_was_cut_short_is_finished_first() -> None:
     assert missing({0: 1.0}, 5, 3) == [-2, -1, 1, 2]
     assert missing({-1: 3.0, 0: 2.0, 1: 1.0, 3: 4.0}, 3, 3) == [2, 4]
