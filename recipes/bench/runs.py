@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from ..config import RunConfig
-from ..errors import RecipeError, refused
+from ..errors import RecipeError
 from ..registry import CONFIGS, load_config
 from ..run.evaluate import make_evaluation, mean_loss
 from ..run.pool import each, message_of
@@ -288,9 +288,8 @@ def publish(
         "tables": [{"title": t.title, "rows": [_finite(row) for row in t.rows]} for t in tables],
         "notes": list(notes),
     }
-    with refused(f"--json: cannot write {path}", "give a path that can be written"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,12 +299,8 @@ def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_of(column: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if not isinstance(value, (int, float)):
-        return str(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return {None: "", True: "yes", False: "no"}.get(value, value)
     if column in ("over reference", "standard error"):
         return f"{value:+.3%}"
     return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.5g}"

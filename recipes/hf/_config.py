@@ -95,10 +95,10 @@ def model_type(
 def task_of(config: Mapping[str, Any], wanted: Task | None, path: Path) -> Task:
     """Return the requested task, or else that of the architecture in config.json."""
     kind = model_type(config, path)
-    names = {name: task for task, own in ARCHITECTURES[kind].items() for name in own}
-    tasks = [task for task in ARCHITECTURES[kind] if task is not None]
+    names: Any = {name: task for task, own in ARCHITECTURES[kind].items() for name in own}
+    tasks: list[Any] = [task for task in ARCHITECTURES[kind] if task is not None]
     (name,) = (config.get("architectures") or [None])[:1]
-    task = wanted or names.get(name) or (tasks[0] if len(tasks) == 1 else None)
+    task: Any = wanted or names.get(name) or (tasks[0] if len(tasks) == 1 else None)
     if task not in tasks or name not in (None, *names):
         raise RecipeError(
             f"{path / CONFIG}: expected a task of {kind}, {' or '.join(tasks)}, and one of "
@@ -165,7 +165,7 @@ _NEEDED["llama3"] = {"factor", "low_freq_factor", "high_freq_factor"}
 def _rope(values: Mapping[str, Any], base: float, context: int, path: Path) -> RopeConfig:
     """Read `rope_parameters`, or the older `rope_scaling`; `base` and `context` are defaults."""
     given = {name: value for name, value in values.items() if value is not None}
-    shape = {"base": base} | {_ROPE_KEYS.get(name, name): x for name, x in given.items()}
+    shape: Any = {"base": base} | {_ROPE_KEYS.get(name, name): x for name, x in given.items()}
     kind = shape.get("scaling", "default")
     if kind == "default":
         return RopeConfig(base=shape["base"])

@@ -26,18 +26,14 @@ FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat1
 
 @dataclass(frozen=True)
 class Folder:
-    """The contents of a folder, as needed to write it again.
-
-    `texts` are the small files by name, and `files` the metadata and the names of the tensors of
-    each safetensors file. `ends` are the token ids that end a text.
-    """
+    """The contents of a folder, as needed to write it again."""
 
     path: Path
     config: dict[str, Any]
-    texts: dict[str, bytes]
-    files: dict[str, tuple[dict[str, str] | None, list[str]]]
+    texts: dict[str, bytes]  # small files
+    files: dict[str, tuple[dict[str, str] | None, list[str]]]  # metadata and names of tensors
     tensors: dict[str, np.ndarray]
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # token ids that end a text
 
 
 def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model") -> dict[str, Any]:
@@ -132,11 +128,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def chat_prompt(folder: str, message: str) -> str:
-    """Format a user's message with the chat template of a folder, in Jinja's sandbox.
-
-    Raises:
-      RecipeError: The folder has no template, it cannot be rendered, or jinja2 is not installed.
-    """
+    """Format a user's message with the chat template of a folder, in Jinja's sandbox."""
     try:
         jinja: Any = importlib.import_module("jinja2")  # optional
         sandbox: Any = importlib.import_module("jinja2.sandbox")

@@ -231,14 +231,14 @@ def _read_adapter(folder: Path, model: GPT) -> dict[str, tuple[np.ndarray, np.nd
     config = validated(_File, given, folder, inert=_INERT, file=CONFIG)
     known, parts = _linears(model.config), {}
     for name, array in read_tensors(folder / WEIGHTS)[1].items():
-        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
-        layer = full_name(match[1], _kind(model.config)) if match else ""
-        if match is None or layer not in known:
+        stem, _, part = name.removesuffix(".weight").rpartition(".lora_")
+        layer = full_name(stem.removeprefix("base_model.model."), _kind(model.config))
+        if layer not in known or part not in ("A", "B"):
             raise RecipeError(
                 f"{folder / WEIGHTS}: expected lora_A and lora_B of linear layers of the model, "
                 f"such as {next(iter(known))}; got {name}; give an adapter of such layers"
             )
-        parts.setdefault(layer, {})[match[2]] = np.asarray(array, np.float32).T
+        parts.setdefault(layer, {})[part] = np.asarray(array, np.float32).T
     updates = {}
     for layer, pair in parts.items():
         kernels = [_layer(model, path).kernel.get_value().shape for path in known[layer].paths]

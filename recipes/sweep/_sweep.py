@@ -26,8 +26,7 @@ from ..run.pool import each, message_of
 from ..run.recipe import recipe_of
 from ..run.state import TrainState, init_state
 from ..run.step import advance, make_train_step
-from ._points import Point, key_of, make_points
-from ._results import Row, append_row, read_rows, report
+from ._points import Point, Row, append_row, key_of, make_points, read_rows, report
 
 
 def sweep(
@@ -150,12 +149,12 @@ class Trials:
         size, steps = self._together, self.config.train.steps
         if len(rates) > size:
             return [*self(rates[:size], seed), *self(rates[size:], seed)]
-        padded = np.float32([*rates, *rates[-1:] * (size - len(rates))])  # for the same program
+        padded = [*rates, *[rates[-1]] * (size - len(rates))]  # for the same program
         first = init_state(self.config.model_copy(update={"seed": seed}))[2]
         state = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), first)
 
         def step(state: Any, batch: Any, index: Any) -> tuple[Any, dict[str, Any]]:
-            return self._step(state, padded, batch, index), {}
+            return self._step(state, np.asarray(padded, np.float32), batch, index), {}
 
         state = advance(step, state, self.data.training(seed), 0, steps)
         batches = self.data.validation(self.config.train.eval_batches)

@@ -10,7 +10,7 @@ from recipes.charlm.config import CharlmConfig
 from recipes.errors import RecipeError
 from recipes.run.folder import ROWS as rows_file
 from recipes.sweep import Row, append_row, by_format, make_points, read_curves, read_rows
-from recipes.sweep._results import report
+from recipes.sweep._points import report
 
 FORMATS: dict[str, list[Any]] = {
     "model.library": ["plain", "unitscale"],
