@@ -300,7 +300,7 @@ def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def text_of(column: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return {None: "", True: "yes", False: "no"}.get(value, value)
+        return str({None: "", True: "yes", False: "no"}.get(value, value))
     if column in ("over reference", "standard error"):
         return f"{value:+.3%}"
     return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.5g}"

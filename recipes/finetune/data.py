@@ -1,7 +1,7 @@
 """Files of the tasks, and the padded token records that a model is trained and scored on.
 
 SQuAD's long contexts are read in overlapping windows, labelled at [CLS] where they do not hold the
-whole answer. Rows of classification are in TSV without quotation marks, CSV or JSONL.
+whole answer. Rows of classification are in TSV without quotation marks, or CSV.
 """
 
 import csv
@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Encoding, Tokenizer
 
-from ..errors import RecipeError, clipped, json_lines, read_text
+from ..errors import RecipeError, clipped, read_text
 from .config import ClassificationConfig, DataConfig, SquadConfig
 
 _CHUNK = 1024  # texts that are tokenized at once
@@ -297,47 +297,32 @@ def load_classification(
 
 
 def _rows(path: str, key: str, columns: ClassificationConfig) -> Iterator[Row]:
-    kind, where = Path(path).suffix.lower(), f"{key}: {path}"
-    raw = read_text(Path(path), key)
-    if kind == ".jsonl":
-        found: Any = json_lines(raw.split("\n"), f"{where}:")
-    elif kind in (".tsv", ".csv"):
-        found = _table(raw, where, kind, columns.header)
-    else:
-        raise RecipeError(f"{where}: expected a file that ends in .tsv, .csv or .jsonl; rename it")
-    wanted = columns.model_dump(include={"text", "pair", "label"}, exclude_none=True)
-    for line, fields in found:
-        row: dict[str, Any] = {"pair": None}
-        for name, column in wanted.items():
-            value = fields.get(column) if isinstance(fields, dict) else None
-            if name == "label" and isinstance(value, int | str) and not isinstance(value, bool):
-                value = str(value).strip() or None
-            if not isinstance(value, str):
-                raise RecipeError(
-                    f"{where}:{line}: expected a {name} in the column {column!r}; got "
-                    f"{clipped(fields)}; correct the row or the section classification (positions "
-                    "where no column is named: 'classification={header: false, text: 0, label: 1}')"
-                )
-            row[name] = value
-        yield Row(**row, line=line)
-
-
-def _table(text: str, where: str, kind: str, header: bool) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """Yield the last line of each row, and its fields by name or, without a header, position."""
+    """Read the rows of a TSV or CSV file, each with its last line."""
+    kind, text = Path(path).suffix.lower(), read_text(Path(path), key)
+    if kind not in (".tsv", ".csv"):
+        raise RecipeError(f"{key}: expected a file that ends in .tsv or .csv; got {path}")
     tabs: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kind == ".tsv" else {}
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, **tabs)
-    names: Any = None
+    reader, names = csv.reader(io.StringIO(text, newline=""), strict=True, **tabs), None
+    wanted = columns.text, columns.pair, columns.label
     try:
         for row in filter(None, reader):
             if names is None:
-                names = [name.strip() for name in row] if header else range(len(row))
-                if header:
+                names = [name.strip() for name in row] if columns.header else range(len(row))
+                if columns.header:
                     continue
             if len(row) != len(names):
                 raise csv.Error(f"expected {len(names)} fields, as the first line has")
-            yield reader.line_num, dict(zip(names, row, strict=True))
+            fields: dict[Any, str] = dict(zip(names, row, strict=True))
+            first, second, label = (fields.get(column) for column in wanted)
+            label = (label or "").strip()
+            if first is None or not label or (second is None) != (columns.pair is None):
+                raise csv.Error(
+                    f"expected text, pair and label in the columns {wanted}; got {clipped(fields)} "
+                    "(without names: 'classification={header: false, text: 0, label: 1}')"
+                )
+            yield Row(first, second, label, reader.line_num)
     except csv.Error as error:
-        raise RecipeError(f"{where}:{reader.line_num}: {error}; correct the row") from error
+        raise RecipeError(f"{key}: {path}:{reader.line_num}: {error}; correct the row") from error
 
 
 def make_classification_records(

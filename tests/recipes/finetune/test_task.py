@@ -79,17 +79,12 @@ def test_the_config_of_an_earlier_version_is_read(folder: Path, tmp_path: Path) 
         load_config(kept, kept=True)
 
 
-def trained_parameters(config: FinetuneConfig) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Values before training and after, by name."""
+def unmoved(config: FinetuneConfig) -> list[Any]:
+    """The parameters that training left as they were."""
     before = nnx.to_flat_state(nnx.state(build(config), nnx.Param))
     after = dict(nnx.to_flat_state(load_trained(config, pytest.fail)[1].params))
-    return {
-        ".".join(map(str, path)): (
-            np.asarray(to_array(one.get_value())),
-            np.asarray(to_array(after[path].get_value())),
-        )
-        for path, one in before
-    }
+    pairs = [(path, one.get_value(), after[path].get_value()) for path, one in before]
+    return [path for path, old, new in pairs if (to_array(old) == to_array(new)).all()]
 
 
 @pytest.mark.slow
@@ -112,8 +107,7 @@ def test_sentences_are_learned_and_scored(folder: Path, capsys: pytest.CaptureFi
     assert " nats per row\n" in again
     assert "accuracy 1" in again
     assert json.loads((run / "predictions.json").read_text("utf-8")) == predictions
-    moved = trained_parameters(tuned(folder, "classification", *words[1:]))
-    assert [name for name, (before, after) in moved.items() if (before == after).all()] == []
+    assert unmoved(tuned(folder, "classification", *words[1:])) == []
 
 
 @pytest.mark.slow
@@ -125,10 +119,7 @@ def test_questions_are_answered_in_fp8(folder: Path, capsys: pytest.CaptureFixtu
     assert "nats per end of an answer" in said
     predictions = json.loads((folder / "runs" / "squad" / "predictions.json").read_text("utf-8"))
     assert len(predictions) == 12
-    moved = trained_parameters(tuned(folder, "squad", *words[1:]))
-    assert [name for name, (before, after) in moved.items() if (before == after).all()] == []
-    assert main(["train", *words]) == 0
-    assert "all 4 steps are done" in capsys.readouterr().out
+    assert unmoved(tuned(folder, "squad", *words[1:])) == []
 
 
 def test_weights_of_the_encoder_are_those_of_the_run(folder: Path) -> None:
@@ -173,11 +164,11 @@ def test_learning_rates_by_role_are_those_of_the_run(folder: Path) -> None:
     assert embedding("optimizer.multipliers={norm: 2.0}") == 1.0
 
 
-@pytest.mark.parametrize("task", ["squad", "classification"])
-def test_abstract_batches_are_like_those_of_the_data(folder: Path, task: str) -> None:
-    config = tuned(folder, task)
-    expected = [(part.shape, part.dtype) for part in next(load_data(config).training(0))]
-    assert [(part.shape, part.dtype) for part in abstract_batch(config)] == expected
+def test_abstract_batches_are_like_those_of_the_data(folder: Path) -> None:
+    for task in ("squad", "classification"):
+        config = tuned(folder, task)
+        expected = [(part.shape, part.dtype) for part in next(load_data(config).training(0))]
+        assert [(part.shape, part.dtype) for part in abstract_batch(config)] == expected
 
 
 def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:

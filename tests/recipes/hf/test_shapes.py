@@ -131,24 +131,30 @@ def test_older_spellings(name: str, keys: dict[str, Any], tmp_path: Path) -> Non
 
 FULL, LOCAL = "full_attention", "sliding_attention"
 OLDEST = "original_max_position_embeddings"
-UNUSED = LINEAR | {"attention_factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 2.0, "truncate": False}
 # fixture, keys, and what they change in the shape, or after a dot in its decoder
 KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt2", {"n_inner": None, "layer_norm_epsilon": 0.1}, {"mlp_ratio": 4.0, "norm_eps": 0.1}),
     ("llama2", {"hidden_act": "gelu_new", "rms_norm_eps": 0.1}, {".activation": "gelu_tanh"}),
     ("llama2", {"mlp_bias": True}, {".biases": ("mlp",), ".attention_scale": None}),
-    ("llama2", {"rope_parameters": LINEAR | {"rope_theta": 9.0}}, {".rope.base": 9.0}),
-    ("llama2", {"rope_parameters": LINEAR | {"factor": 3.0}}, {".rope.factor": 3.0}),
-    ("llama2", {"rope_parameters": UNUSED}, {".rope.attention_factor": 1.0}),
+    (
+        "llama2",
+        {"rope_parameters": LINEAR | {"rope_theta": 9.0, "attention_factor": 2.0}},
+        {".rope.base": 9.0, ".rope.factor": 2.0, ".rope.attention_factor": 1.0},
+    ),
     ("llama3", {"attention_bias": False}, {".biases": (), ".query_key_norms": False}),
-    ("llama3", {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5}}, {".rope.low_factor": 1.5}),
-    ("llama3", {"rope_parameters": LLAMA3 | {"high_freq_factor": 3}}, {".rope.high_factor": 3}),
-    ("llama3", {"rope_parameters": LLAMA3 | {OLDEST: 32}}, {".rope.context": 32}),
+    (
+        "llama3",
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5, "high_freq_factor": 3, OLDEST: 32}},
+        {".rope.low_factor": 1.5, ".rope.high_factor": 3, ".rope.context": 32},
+    ),
     ("llama3", {"rope_parameters": LLAMA3 | {OLDEST: None}}, {".rope.context": 64}),
-    ("qwen3", {"rope_parameters": YARN}, {".rope.fast": 2.0, ".rope.slow": 1.0}),
-    ("qwen3", {"rope_parameters": YARN}, {".rope.truncate": False, ".rope.context": 64}),
-    ("qwen3", {"rope_parameters": YARN}, {".rope.attention_factor": 0.1 * np.log(8) + 1}),
+    (
+        "qwen3",
+        {"rope_parameters": YARN},
+        {".rope.fast": 2.0, ".rope.slow": 1.0, ".rope.truncate": False, ".rope.context": 64}
+        | {".rope.attention_factor": 0.1 * np.log(8) + 1},
+    ),
     ("qwen3", {"rope_parameters": YARN | {"attention_factor": 2}}, {".rope.attention_factor": 2}),
     ("qwen3", {"rope_parameters": YARN | {"factor": 0.5}}, {".rope.attention_factor": 1.0}),
     ("mistral", {"sliding_window": 5}, {".window": 5, ".local_layers": (0, 1)}),
@@ -167,9 +173,12 @@ KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gemma3", GONE | {"rope_local_base_freq": 20.0}, {".local_rope.base": 20.0}),
     ("gemma3", {}, {".query_key_norms": True, "kv_heads": 2}),
     ("roberta-mlm", {"pad_token_id": 5}, {"padding": 5, "longest": 26}),
-    ("roberta-mlm", {"pad_token_id": ..., "hidden_act": "gelu_new"}, {"padding": 1}),
-    ("roberta-mlm", {"hidden_act": "gelu_new"}, {".activation": "gelu_tanh"}),
-    ("roberta-mlm", {"hidden_act": "gelu_new"}, {"head_activation": "gelu"}),
+    ("roberta-mlm", {"pad_token_id": ...}, {"padding": 1}),
+    (
+        "roberta-mlm",
+        {"hidden_act": "gelu_new"},
+        {".activation": "gelu_tanh", "head_activation": "gelu"},
+    ),
     ("bert-mlm", {"layer_norm_eps": 0.1}, {"norm_eps": 0.1, "longest": 32, "padding": None}),
     ("bert-mlm", {"hidden_act": "gelu_new"}, {"head_activation": "gelu_tanh", "modern": False}),
     ("bert-mlm", {"hidden_dropout_prob": 0.3}, {"segments": 2, "dropout": 0.3}),
