@@ -110,10 +110,10 @@ def main(
     failed = [f"{row['program']}: {row['error']}" for row in measured if "error" in row]
     jax.config.update("jax_platforms", platform)
     notes = [f"ms: median of {rounds} rounds of five steps, of which the last is waited for."]
-    if len(failed) < len(measured):
+    if some := len(failed) < len(measured):
         runs.publish("step", tables, json, notes)
     if failed:
-        raise RecipeError(f"bench step: failed: {'; '.join(failed)}", exit_code=1)
+        raise RecipeError(f"bench step: failed: {'; '.join(failed)}", exit_code=1 if some else 2)
 
 
 def config_of(shape: str, row: str, overrides: Sequence[str] = ()) -> GPTConfig:
