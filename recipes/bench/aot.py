@@ -135,7 +135,7 @@ class Kernel(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Sums over the kernels of one kind or place; the kernel of a loop counts once."""
+    """Sums over the kernels of one kind or place."""
 
     label: str
     seconds: float

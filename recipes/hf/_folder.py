@@ -39,10 +39,9 @@ class Folder:
 def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model") -> dict[str, Any]:
     """Read config.json of a folder, or another JSON file that the folder must have."""
     if not (path / name).is_file():
-        got = "a file" if path.is_file() else f"one without {name}" if path.exists() else "nothing"
+        got = f"one without {name}" if path.exists() else "nothing"
         raise RecipeError(
-            f"{path}: expected the folder of a {what}, with {name}; got {got}; give the folder "
-            "that has it, or copy the whole folder"
+            f"{path}: expected the folder of a {what}, with {name}; got {got}; copy the folder"
         )
     return _read_json(path / name)
 

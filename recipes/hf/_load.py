@@ -145,7 +145,6 @@ def save(
 
 
 def values_by_path(state: Any) -> dict[str, Any]:
-    """Return the values of a state's variables by dotted path."""
     return {".".join(map(str, p)): leaf.get_value() for p, leaf in nnx.to_flat_state(state)}
 
 
@@ -174,8 +173,7 @@ def _missing(
 
 
 def _list(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more}"
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, library: Any) -> None:
@@ -201,9 +199,8 @@ def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, lib
                 variables[path].set_value(library.asarray(value, param_dtype or value.dtype))
             elif source.tensors[filled[path]].tobytes() != array.tobytes():
                 raise RecipeError(
-                    f"{source.path}: expected {filled[path]} and {name} to be equal, as they are "
-                    f"tied; got different numbers; set tie_word_embeddings false in {CONFIG} if "
-                    "they are not"
+                    f"{source.path}: {filled[path]} and {name} are tied but differ; set "
+                    f"tie_word_embeddings false in {CONFIG} if they are not tied"
                 )
 
 
