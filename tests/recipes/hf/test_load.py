@@ -55,7 +55,8 @@ def same_files(one: Path, other: Path) -> set[str]:
     return names
 
 
-SLOW = ("llama2", "mistral", "qwen2", "bert-mlm")  # whose family and readout others have too
+# Their family and parts are those of others too.
+SLOW = ("llama2", "mistral", "qwen2", "qwen3", "bert-mlm", "roberta-mlm")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_files_of_old_versions(name: str, change, tmp_path: Path) -> None:
     same_files(folder, tmp_path / "new")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert-mlm"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert-mlm", marks=pytest.mark.slow)])
 def test_a_readout_of_its_own(name: str, tmp_path: Path) -> None:
     folder, gpt = copied(name, tmp_path), name == "gpt2"
     change_config(folder, tie_word_embeddings=False)
