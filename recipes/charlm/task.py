@@ -22,9 +22,12 @@ closing = no_closing
 
 def branch_taus(config: CharlmModelConfig) -> list[float]:
     """The tau of every residual branch: one that mixes characters and an MLP in each layer."""
-    mixing = config.attention_ratio if config.kind == "attention" else 1.0
-    own = rules.residual_taus(config.residual, 2 * config.layers, tau=config.tau)
-    return [tau if index % 2 else tau * mixing for index, tau in enumerate(own)]
+    scheme, count, own = config.residual.scheme, 2 * config.layers, config.residual
+    ratio = own.attention_ratio if config.kind == "attention" else 1.0
+    if scheme == "depth":
+        return list(rules.residual_taus(scheme, count, mult=own.mult, attn_ratio=ratio))
+    taus = rules.residual_taus(scheme, count, tau=own.tau)
+    return [tau if index % 2 else tau * ratio for index, tau in enumerate(taus)]
 
 
 class ConvBlock(nnx.Module):

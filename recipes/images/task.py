@@ -82,39 +82,39 @@ class ImageData(Data):
 
 def load_data(config: ImagesConfig) -> ImageData:
     """The idx files of the config."""
-    data = config.data
-    train = _load_split(data.train_images, data.train_labels, "train")
-    test = _load_split(data.test_images, data.test_labels, "test")
-    classes = data.classes or int(train.labels.max()) + 1
-    if (largest := max(train.labels.max(), test.labels.max())) >= classes:
+    folder = Path(config.data.folder)
+    train, test = (_load_split(folder, split) for split in ("train", "t10k"))
+    classes = int(train.labels.max()) + 1
+    if test.labels.max() >= classes:
         raise RecipeError(
-            f"data.classes: expected more than the largest label, {largest}; got {classes}; raise "
-            "it, or correct the files"
+            f"data.folder: expected test labels from 0 to {classes - 1}, as the training labels; "
+            f"got {test.labels.max()}; name the folder of one data set"
         )
     sample = train.images[:: -(-len(train.images) // _STATISTICS)].astype(np.float64)
     mean, deviation = float(sample.mean()), float(sample.std()) or 1.0
-    return ImageData(train, test, classes, mean, deviation, data.batch_size)
+    return ImageData(train, test, classes, mean, deviation, config.data.batch_size)
 
 
-def _load_split(images_path: str, labels_path: str, split: str) -> Split:
-    images = read_idx(Path(images_path), f"data.{split}_images", axes=3)
-    labels = read_idx(Path(labels_path), f"data.{split}_labels", axes=1)
+def _load_split(folder: Path, split: str) -> Split:
+    images = read_idx(folder / f"{split}-images-idx3-ubyte", axes=3)
+    labels = read_idx(folder / f"{split}-labels-idx1-ubyte", axes=1)
     if len(images) != len(labels) or not images.size:
         raise RecipeError(
-            f"data.{split}_labels: expected a label for each image; got {len(images)} images in "
-            f"{images_path} and {len(labels)} labels in {labels_path}"
+            f"data.folder: expected a label for each image of {split} in {folder}; got "
+            f"{len(images)} images and {len(labels)} labels; fetch the files again"
         )
     return Split(images, labels.astype(np.int32))
 
 
-def read_idx(path: Path, key: str, axes: int) -> np.ndarray:
-    """Reads an idx file of bytes, or a .gz of one.
+def read_idx(path: Path, axes: int) -> np.ndarray:
+    """Reads an idx file of bytes, or the gzip-compressed file with .gz after its name.
 
     It is two zero bytes, 8, the number of axes, the length of each in four bytes, highest first,
     and the elements.
     """
+    path = path if path.exists() else path.with_name(f"{path.name}.gz")
     try:
-        with refused(f"{key}: {path} cannot be read", "name an idx file, or a .gz of one"):
+        with refused(f"data.folder: {path} cannot be read", "name the folder of the four files"):
             content = path.read_bytes()
             if content.startswith(b"\x1f\x8b"):
                 content = gzip.decompress(content)
@@ -124,8 +124,8 @@ def read_idx(path: Path, key: str, axes: int) -> np.ndarray:
         return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
     except (EOFError, ValueError, zlib.error) as error:
         raise RecipeError(
-            f"{key}: expected {path} to be an idx file of bytes with {axes} axes, which begins "
-            f"with 00 00 08 0{axes}, or a .gz of one; got: {error}; name such a file"
+            f"data.folder: expected {path} to be an idx file of bytes with {axes} axes, which "
+            f"begins with 00 00 08 0{axes}; got: {error}; fetch the file again"
         ) from error
 
 

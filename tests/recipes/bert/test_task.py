@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from pydantic import ValidationError
 
 from recipes.bert.config import BertConfig
 from recipes.bert.task import abstract_batch, build, closing, load_data
@@ -148,8 +149,20 @@ def config_file(tmp_path: Path) -> Path:
     return write_bert(tmp_path)
 
 
+def test_the_config_of_an_earlier_version_is_read(config_file: Path) -> None:
+    config = bert_config(config_file, "model.residual={scheme: depth}")
+    old = config.model_dump(mode="json")
+    old["data"]["masking"] |= {"masked": 0.8, "random": 0.1}
+    old["model"]["residual"]["tau"] = None
+    assert BertConfig.model_validate(BertConfig.upgraded(old)) == config
+    old["data"]["masking"]["masked"] = 0.9
+    with pytest.raises(ValidationError, match=r"masking\.masked"):
+        BertConfig.model_validate(BertConfig.upgraded(old))
+
+
 test_what_cannot_be_is_refused = refuses_configs(
     [
+        ("data.masking.masked=0.95", r"masking\.masked is no longer a key"),
         ("data.tokenizer={kind: byte, vocab: null, lowercase: false}", "wordpiece or file"),
         ("data.sequence_length=4", "sequence_length must be at least 5"),
         ("model.heads=3", "heads must divide width"),

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from recipes.batches import loss_inputs
+from recipes.charlm.config import CharlmConfig
 from recipes.charlm.task import branch_taus, build
 from recipes.cli import main
 from recipes.registry import load_config
@@ -17,6 +18,7 @@ from recipes.run.report import read_metrics
 from recipes.run.state import init_state
 from recipes.sweep import make_points
 from tests.gradients import jit
+from unitscale import rules
 
 from ..characters import make, write
 from ..configs import CONFIGS, refuses_configs
@@ -64,15 +66,25 @@ def test_the_studies_are_the_paper_s_grid(name, points) -> None:
 
 
 def test_branches_of_attention_have_a_tau_of_their_own(tmp_path) -> None:
-    shape = {"layers": 2, "tau": 0.5, "attention_ratio": 0.4}
-    attention = make(tmp_path, model={**shape, "kind": "attention"}).model
-    assert branch_taus(attention) == [0.2, 0.5, 0.2, 0.5]
-    conv, mean = (
-        make(tmp_path, model={**shape, **changes}).model
-        for changes in ({"kind": "conv"}, {"residual": "running_mean"})
-    )
-    assert branch_taus(conv) == [0.5] * 4
-    assert branch_taus(mean) == pytest.approx([0.4, 2**-0.5, 0.4 * 3**-0.5, 0.5])
+    def taus(kind: str, **residual) -> list[float]:
+        own = {"tau": 0.5, "attention_ratio": 0.4, **residual}
+        shape = {"layers": 2, "kind": kind, "residual": own}
+        return branch_taus(make(tmp_path, model=shape).model)
+
+    assert taus("attention") == [0.2, 0.5, 0.2, 0.5]
+    assert taus("conv") == [0.5] * 4
+    mean = [0.4, 2**-0.5, 0.4 * 3**-0.5, 0.5]
+    assert taus("attention", scheme="running_mean") == pytest.approx(mean)
+    depth = rules.residual_taus("depth", 4, mult=2.0, attn_ratio=0.4)
+    assert taus("attention", scheme="depth", mult=2.0) == list(depth)
+
+
+def test_the_config_of_an_earlier_version_is_read(tmp_path) -> None:
+    config = make(tmp_path, model={"residual": {"scheme": "running_mean", "attention_ratio": 0.4}})
+    old = config.model_dump(mode="json")
+    old["model"] |= {"residual": "running_mean", "tau": 0.5, "attention_ratio": 0.4}
+    assert CharlmConfig.model_validate(CharlmConfig.upgraded(old)) == config
+    assert CharlmConfig.upgraded(config.model_dump()) == config.model_dump()
 
 
 MODELS = [(kind, "plain", "float16") for kind in ("conv", "gru", "lstm", "attention")]
@@ -89,7 +101,7 @@ def test_every_model_has_a_float32_loss_and_float32_parameters(
 ) -> None:
     mixing = {"cell": kind, "kind": "rnn"} if kind in ("gru", "lstm", "rhn") else {"kind": kind}
     norm = {"conv": "pre", "gru": "post"}.get(kind, "none")
-    shape = {"library": library, **mixing, "norm": norm, "residual": "running_mean"}
+    shape = {"library": library, **mixing, "norm": norm, "residual": {"scheme": "running_mean"}}
     umup = {"umup": library == "unitscale"}
     config = make(tmp_path, precision=policy, model=shape, optimizer=umup)
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: build(config)), nnx.Param, ...)

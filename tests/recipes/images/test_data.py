@@ -23,7 +23,7 @@ def test_what_was_written_is_read(
     array = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     path = tmp_path / "file"
     path.write_bytes(compress(encode(array)))
-    np.testing.assert_array_equal(read_idx(path, "data.x", len(shape)), array, strict=True)
+    np.testing.assert_array_equal(read_idx(path, len(shape)), array, strict=True)
 
 
 IMAGES = encode(draw(4, 0)[0])
@@ -42,24 +42,24 @@ WRONG = {
 def test_a_damaged_file(tmp_path: Path, case: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(WRONG[case])
-    with pytest.raises(RecipeError, match=r"data\.x: .*file"):
-        read_idx(path, "data.x", 3)
-    with pytest.raises(RecipeError, match=r"data\.x: .*gone cannot be read"):
-        read_idx(tmp_path / "gone", "data.x", 3)
+    with pytest.raises(RecipeError, match=r"data\.folder: .*file"):
+        read_idx(path, 3)
+    with pytest.raises(RecipeError, match=r"data\.folder: .*gone.gz cannot be read"):
+        read_idx(tmp_path / "gone", 3)
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> dict[str, str]:
+def folder(tmp_path: Path) -> Path:
     return write_files(tmp_path)
 
 
-def load(paths: dict[str, str], **keys: int) -> ImageData:
-    data: dict[str, Any] = {"batch_size": 16, **paths, **keys}
+def load(folder: Path, **keys: int) -> ImageData:
+    data: dict[str, Any] = {"batch_size": 16, "folder": str(folder), **keys}
     return load_data(ImagesConfig.model_validate({"recipe": "images", "name": "x", "data": data}))
 
 
-def test_a_data_set(paths: dict[str, str]) -> None:
-    data = load(paths)
+def test_a_data_set(folder: Path) -> None:
+    data = load(folder)
     assert data.summary == "96 training and 20 test images, 3 classes"
     assert (data.classes, data.train.images.shape[1:]) == (CLASSES, (HEIGHT, WIDTH))
     images, labels = draw(96, len("train"))
@@ -71,33 +71,33 @@ def test_a_data_set(paths: dict[str, str]) -> None:
     assert abs(standardized.mean(dtype=np.float64)) < 2**-22
     assert standardized.std(dtype=np.float64) == pytest.approx(1, abs=2**-22)
     # All alike: the deviation that they are divided by is not zero.
-    Path(paths["train_images"]).write_bytes(encode(np.full((96, HEIGHT, WIDTH), 7, np.uint8)))
-    again = load(paths)
+    alike = encode(np.full((96, HEIGHT, WIDTH), 7, np.uint8))
+    (folder / "train-images-idx3-ubyte").write_bytes(alike)  # goes before the .gz
+    again = load(folder)
     assert not again.standardized(again.train.images).any()
-    assert (
-        again.digest != data.digest == load(write_files(Path(paths["test_images"]).parent)).digest
-    )
+    (folder / "train-images-idx3-ubyte").unlink()
+    assert again.digest != data.digest == load(folder).digest
 
 
 BLANK, LABELS = np.zeros((20, HEIGHT, WIDTH), np.uint8), np.zeros(20, np.uint8)
 # the test file that is replaced, and by what
 DISAGREEMENTS = {
-    "no images": ("images", BLANK[:0]),
-    "counts": ("labels", LABELS[1:]),
-    "a new label": ("labels", LABELS + 3),
+    "no images": ("images-idx3", BLANK[:0]),
+    "counts": ("labels-idx1", LABELS[1:]),
+    "a new label": ("labels-idx1", LABELS + 3),
 }
 
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)
-def test_files_that_do_not_belong_together(paths: dict[str, str], case: str) -> None:
+def test_files_that_do_not_belong_together(folder: Path, case: str) -> None:
     name, array = DISAGREEMENTS[case]
-    Path(paths[f"test_{name}"]).write_bytes(encode(array))
+    (folder / f"t10k-{name}-ubyte").write_bytes(encode(array))
     with pytest.raises(RecipeError, match=r"label"):
-        load(paths)
+        load(folder)
 
 
-def test_training_goes_through_all_images_with_their_labels(paths: dict[str, str]) -> None:
-    data = load(paths)
+def test_training_goes_through_all_images_with_their_labels(folder: Path) -> None:
+    data = load(folder)
     expected = data.standardized(data.train.images)
     numbers = {image.tobytes(): number for number, image in enumerate(expected)}
     batches = data.training(0)
@@ -109,5 +109,5 @@ def test_training_goes_through_all_images_with_their_labels(paths: dict[str, str
             np.testing.assert_array_equal(labels, data.train.labels[chosen], strict=True)
             seen += chosen
         assert sorted(seen) == list(range(96))
-    shapes = [labels.shape for _, labels in load(paths, batch_size=8).validation()]
+    shapes = [labels.shape for _, labels in load(folder, batch_size=8).validation()]
     assert shapes == [(8,), (8,)]  # of 20
