@@ -1,13 +1,12 @@
 """Measure how many wrong programs the tests notice: mutation testing with Cosmic Ray's operators.
 
     pip install -e ".[test,mutation]"
-    python .ci/mutation.py --sample 300 --seed 0         # tests that are not slow
-    python .ci/mutation.py --sample 300 --seed 0 --all   # slow ones too
+    python .ci/mutation.py --sample 300 --seed 0 --all
 
 Draws a sample of small changes to the library, makes each in a copy of the working tree, and runs
-some of the tests that come to the changed line, until one fails or CPU time is up. One run of all
-tests with coverage finds which come to which line. `runs/mutation` keeps that and the outcomes, as
-JSON lines, under a name of these sources; the same command goes on there.
+tests that reach the changed line (found by one run of all with coverage) until one fails; with
+`--all`, slow tests then meet the survivors. `runs/mutation` keeps the outcomes by a digest of the
+sources: the same command resumes.
 """
 
 import argparse
@@ -34,14 +33,15 @@ TESTS, FILES = 80, 8  # that a mutant meets at most: to import a file takes as l
 SECONDS = 400  # of CPU time for a mutant, several times what its tests take
 # Operators that need a name or change an import; numbers do not tell `is` from `==`.
 LEFT_OUT = ("RemoveDecorator", "Variable", "ComparisonOperator_Is", "_Is")
+Mutants = list[tuple[dict[str, Any], str]]  # where and what is changed, and the changed source
 OPERATORS = {n: get_operator(n)() for n in operator_names() if not any(x in n for x in LEFT_OUT)}
 
 
-def draw(root: Path, size: int, seed: int) -> list[tuple[dict[str, Any], str]]:
+def draw(size: int, seed: int) -> Mutants:
     """Draw mutants, with their sources: one at a place, none of messages, types and assertions."""
     places: dict[tuple[str, int, int], list[dict[str, Any]]] = defaultdict(list)
-    for path in (p for name in PACKAGES for p in (root / "unitscale" / name).glob("_[a-z]*.py")):
-        source, name = path.read_text("utf-8"), path.relative_to(root).as_posix()
+    for path in (p for name in PACKAGES for p in (ROOT / "unitscale" / name).glob("_[a-z]*.py")):
+        source, name = path.read_text("utf-8"), path.relative_to(ROOT).as_posix()
         tree = ast.parse(source)
         alone = [n for n in tree.body if isinstance(n, ast.Assign) and " | " in ast.unparse(n)]
         for node in ast.walk(tree):
@@ -58,7 +58,7 @@ def draw(root: Path, size: int, seed: int) -> list[tuple[dict[str, Any], str]]:
     generator, drawn = random.Random(seed), []
     for place in generator.sample(sorted(places), len(places)):
         mutant = generator.choice(places[place])
-        source = (root / mutant["path"]).read_text("utf-8")
+        source = (ROOT / mutant["path"]).read_text("utf-8")
         mutated = mutate_code(source, OPERATORS[mutant["operator"]], mutant["occurrence"])
         with contextlib.suppress(SyntaxError):
             drawn += [(mutant, mutated)] if ast.parse(mutated or "").body else []
@@ -71,8 +71,7 @@ def run_tests(tree: Path, words: list[str], seconds: int) -> tuple[int, str]:
     """The exit status and output of pytest; the clock is for one that waits."""
     own = {"JAX_COMPILATION_CACHE_DIR": f"{tree}-compiled", "PYTHONDONTWRITEBYTECODE": "1"}
     limit = f"ulimit -t {seconds}; timeout -k 5 {4 * seconds} {sys.executable} -m pytest"
-    pytest = f'{limit} -n 0 --dist no -p no:cacheprovider -q --tb=line "$@"'
-    command = ["sh", "-c", pytest, "sh", *words]
+    command = ["sh", "-c", f'{limit} -n 0 -p no:cacheprovider -q --tb=line "$@"', "sh", *words]
     run = subprocess.run(command, cwd=tree, env=os.environ | own, stdout=subprocess.PIPE)
     return run.returncode, run.stdout.decode()
 
@@ -94,56 +93,61 @@ def choose(mutant: dict[str, Any], tree: Path) -> list[str]:
     own = {name.rsplit("|", 1)[0] for name in met if name}
     files = [name for name, _ in Counter(test.split("::")[0] for test in own).most_common(FILES)]
     tests = sorted({name.rsplit("|", 1)[0] for name in data.measured_contexts()})
-    random.Random(0).shuffle(tests)
-    tests = [test for test in tests if test.split("::")[0] in files]
-    return sorted(tests, key=lambda test: test not in own)[:TESTS]
+    tests = random.Random(0).sample(tests, len(tests))
+    near = [test for test in tests if test.split("::")[0] in files]
+    return sorted(near, key=lambda test: test not in own)[:TESTS]
 
 
-def judge(mutant: dict[str, Any], mutated: str, tree: Path) -> dict[str, Any]:
-    """Run the tests chosen for a mutant, with it in place."""
-    path, status, output = tree / mutant["path"], 0, ""
-    if tests := choose(mutant, tree):
-        source = path.read_text("utf-8")
-        path.write_text(mutated, "utf-8")
-        status, output = run_tests(tree, ["-m", "", "-x", *tests], SECONDS)
-        path.write_text(source, "utf-8")
-    by = [x for x in output.splitlines() if x.startswith(("FAILED", "ERROR"))] or [str(status)]
-    outcome = {"outcome": "killed", "by": by[0]} if status else {"outcome": "survived"}
-    return mutant | outcome | {"change": mutated.splitlines()[mutant["line"] - 1].strip()}
+def judge(mutant: dict[str, Any], mutated: str, tree: Path) -> str:
+    """Run the tests chosen for a mutant, with it in place; return what killed it, or ""."""
+    if not (tests := choose(mutant, tree)):
+        return ""
+    source = (path := tree / mutant["path"]).read_text("utf-8")
+    path.write_text(mutated, "utf-8")
+    status, output = run_tests(tree, ["-m", "", "-x", *tests], SECONDS)
+    path.write_text(source, "utf-8")
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return [*failed, f"exit status {status}"][0] if status else ""
 
 
-def main() -> None:
-    """Judge the mutants of the sample that are not judged yet, and print the survivors."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sample", type=int, default=300, help="mutants (300)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--all", action="store_true", help="also tests marked slow")
-    asked = parser.parse_args()
-    sources = sorted(path for top in ("unitscale", "tests") for path in (ROOT / top).rglob("*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
-    tree = ROOT / "runs" / "mutation" / (digest + "-all" * asked.all)
-    tree.mkdir(parents=True, exist_ok=True)
-    files = f"git ls-files -zco --exclude-standard | xargs -0 cp --parents -t {tree}"
-    subprocess.run(files, shell=True, cwd=ROOT)
+def survivors(drawn: Mutants, tree: Path, mark: str) -> Mutants:
+    """The mutants that the tests of a mark let live; outcomes already on disk are kept."""
+    files = "git ls-files -zco --exclude-standard"
+    copy = f"mkdir -p {tree}; {files} | xargs -0 cp --parents -t {tree}"
+    subprocess.run(copy, shell=True, cwd=ROOT)
     if not Path(f"{tree}-coverage").exists():
         words = [f"{top}/{package}" for top in ("tests", "unitscale") for package in PACKAGES]
-        words += ["--cov=unitscale", "--cov-context=test", "--cov-report=", *["-m", ""] * asked.all]
+        words += ["--cov=unitscale", "--cov-context=test", "--cov-report=", "-m", mark]
         status, output = run_tests(tree, words, 10**5)
         if status:
             raise SystemExit(f"Tests fail without a mutant:\n{output[-4000:]}")
         (tree / ".coverage").rename(f"{tree}-coverage")
     with Path(f"{tree}-outcomes.jsonl").open("a+", encoding="utf-8") as file:
         file.seek(0)
-        known = [json.loads(line) for line in file]
-        drawn = draw(tree, asked.sample, asked.seed)
+        killers = dict(map(json.loads, file))
         for mutant, mutated in drawn:
-            if not any(mutant.items() <= line.items() for line in known):
-                known.append(judge(mutant, mutated, tree))
-                print(json.dumps(known[-1]), file=file, flush=True)
-    found = [line for line in known if any(mutant.items() <= line.items() for mutant, _ in drawn)]
-    survivors = [line for line in found if line["outcome"] == "survived"]
-    print(*map(json.dumps, survivors), sep="\n")
-    print(f"killed {1 - len(survivors) / max(len(found), 1):.1%} of {len(found)}")
+            if (key := json.dumps(mutant)) not in killers:
+                killers[key] = judge(mutant, mutated, tree)
+                print(json.dumps([key, killers[key]]), file=file, flush=True)
+    return [one for one in drawn if not killers[json.dumps(one[0])]]
+
+
+def main() -> None:
+    """Judge the mutants of the sample, and print those that survive."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sample", type=int, default=300, help="number of mutants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--all", action="store_true", help="then slow tests, on the survivors")
+    asked = parser.parse_args()
+    sources = sorted(path for top in ("unitscale", "tests") for path in (ROOT / top).rglob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    drawn = left = draw(asked.sample, asked.seed)
+    for mark in ("not slow", "slow")[: 1 + asked.all]:
+        left = survivors(left, ROOT / "runs" / "mutation" / f"{digest}-{mark.split()[0]}", mark)
+        killed = 1 - len(left) / len(drawn)
+        print(f"{mark} tests: {killed:.1%} of {len(drawn)} killed so far; these survive:")
+        for mutant, mutated in left:
+            print(json.dumps(mutant), mutated.splitlines()[mutant["line"] - 1].strip())
 
 
 if __name__ == "__main__":

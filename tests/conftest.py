@@ -107,11 +107,16 @@ def _thinned(items: list[pytest.Item], every: int) -> list[pytest.Item]:
     return [i for i in items if i in one_of_each or zlib.crc32(i.nodeid.encode()) % every == 0]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest goes by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what `--every` does, and the tests whose hardware or plugin is not here.
+    """Marks examples of docstrings as slow: each of their many small operations is compiled.
 
-    Of those the summary says so.
+    Leaves out what `--every` does, and the tests whose hardware or plugin is not here, which the
+    summary counts.
     """
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker(pytest.mark.slow)
     items[:] = _thinned(items, config.getoption("every"))
     missing = [mark for mark in _NEEDS if not _can_run(mark)]
     left_out = {m: [i for i in items if i.get_closest_marker(m)] for m in missing}

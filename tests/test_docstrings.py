@@ -1,6 +1,7 @@
 """Every public name has a docstring, and every formula a source."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -8,10 +9,15 @@ LIBRARY = Path(__file__).parents[1] / "unitscale"
 NAMED = re.compile(r"`(?:[\w.]+\.)?(\w+)`")
 
 
+@functools.cache
+def parsed(path: Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text("utf-8")).body
+
+
 def public_names(package: Path) -> dict[str, tuple[bool, str]]:
     """Of each name from a package's modules: is it a function or class, and its docstring."""
     found = {}
-    for node in ast.parse((package / "__init__.py").read_text("utf-8")).body:
+    for node in parsed(package / "__init__.py"):
         if isinstance(node, ast.ImportFrom) and node.level and node.module:
             for alias in node.names:
                 found[alias.asname or alias.name] = definition(package, node.module, alias.name)
@@ -22,7 +28,7 @@ def definition(package: Path, module: str, name: str) -> tuple[bool, str]:
     path = package / f"{module.replace('.', '/')}.py"
     if not path.exists():
         return public_names(path.with_suffix(""))[name]
-    body = ast.parse(path.read_text("utf-8")).body
+    body = parsed(path)
     for node, after in zip(body, [*body[1:], None], strict=True):
         match node:
             case ast.FunctionDef() | ast.ClassDef() if node.name == name:

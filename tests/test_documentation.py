@@ -1,4 +1,4 @@
-"""The Python of the documentation's pages runs: a page's blocks one after the other.
+"""The Python of README and documentation runs: a page's blocks one after the other.
 
 Blocks marked ``python`` are whole programs, or go on where the one before ended; those marked
 ``py`` are shown only.
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "notebooks" / "docs"
+README = Path(__file__).parents[1] / "README.md"
+DOCS = README.parent / "notebooks" / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if BLOCK.search(p.read_text()))
 
@@ -18,9 +19,19 @@ def test_pages_have_programs() -> None:
     assert {"guide.md", "how-to/other-libraries.md", "how-to/five-bytes.md"} <= set(PAGES)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_programs_run(page: str) -> None:
-    names: dict[str, object] = {"__name__": page}
-    for block in BLOCK.findall((DOCS / page).read_text("utf-8")):
+def run_programs(page: Path) -> None:
+    names: dict[str, object] = {"__name__": page.name}
+    for block in BLOCK.findall(page.read_text("utf-8")):
         exec(compile(block, page, "exec"), names)
     assert len(names) > 2
+
+
+def test_the_readme_trains_a_classifier(capsys: pytest.CaptureFixture[str]) -> None:
+    run_programs(README)
+    assert float(re.findall(r"accuracy (\d+)%", capsys.readouterr().out)[0]) > 85
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_run(page: str) -> None:
+    run_programs(DOCS / page)

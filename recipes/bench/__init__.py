@@ -9,7 +9,6 @@ BENCHMARKS = {
     "libraries": "validation loss of unit scaling and of plain flax.nnx, each at its best rate",
     "step": "time, memory and kernels of training steps on this CPU or GPU",
     "h200": "time, memory and FP8 kernels of training steps on an H200, projected without one",
-    "overhead": "compiling, step time, operations and code beside plain flax.nnx",
     "optim": "bytes, step time and validation loss of 16- and 8-bit optimizer state",
     "scalify": "losses and cost of plain programs under unitscale.scalify",
     "parallel": "bytes, error and validation loss of gradients exchanged in 8 bits",
@@ -17,5 +16,5 @@ BENCHMARKS = {
     "fuzz": "random programs on ScaledArrays that agree with float64, values and gradients",
 }
 """Name to what it measures. Modules are imported when asked for."""
-ELSEWHERE = {"h200": ("step", "main", "--on", "h200"), "scalify": ("overhead", "scalified")}
-"""Module, function and options."""
+ELSEWHERE = {"h200": ("step", "main", "--on", "h200")}
+"""Module, function and options, of a benchmark that is no module of its name."""

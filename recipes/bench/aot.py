@@ -1,10 +1,8 @@
 """Compile programs for an NVIDIA H200 on a machine without one, and project the time they take.
 
-XLA's compiler needs a description of the GPU and the packages that write its machine code, but
-neither the GPU nor its driver. `roofline` then reads the text of a compiled program: each kernel
-takes the longest of its matmuls at the speed of their format, its other arithmetic, its bytes at
-the speed of the memory, and the time of the smallest kernel. It is a projection, not a measurement:
-kernels run one after the other, without gaps, overlap or caches.
+`roofline` reads the text of a compiled program: each kernel takes the longest of its matmuls at the
+speed of their format, its other arithmetic, its bytes at the speed of the memory, and the time of
+the smallest kernel. Kernels run one after the other, without gaps, overlap or caches.
 """
 
 import collections
@@ -90,9 +88,8 @@ def h200_topology(devices: int = 1) -> topologies.TopologyDescription:
 def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax.stages.Compiled:
     """Compile a function for an H200, with `JAX_PLATFORMS=cpu`; it can be read but not called.
 
-    Arguments are arrays or `jax.ShapeDtypeStruct`, on one H200 where they have no sharding; for
-    several devices shard every one over those of `h200_topology`. With `triton` XLA may write its
-    own kernels for small matmuls.
+    Arguments are arrays or `jax.ShapeDtypeStruct`, on one H200 or sharded over `h200_topology`.
+    With `triton` XLA may write its own kernels for small matmuls.
     """
     # A new function, so that JAX traces it again.
     untraced = functools.wraps(f)(lambda *args: f(*args))
@@ -138,7 +135,7 @@ class Kernel(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Sums over the kernels of one kind or place; the kernel of a loop counts once."""
+    """Sums over the kernels of one kind or place."""
 
     label: str
     seconds: float

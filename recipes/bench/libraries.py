@@ -4,8 +4,7 @@
     python -m recipes bench libraries --methods --data TEXT
 
 Trains the GPT of `configs/gpt/parity.yaml`, or with `--config` another GPT or a BERT, in float32 in
-both libraries at every rate that is given. A best rate that is the first or last of its list may
-not be the best of all. With `--methods` also ways to train in float16 (`METHODS`).
+both libraries at every rate that is given. With `--methods` also ways to train in float16.
 `python -m recipes sweep configs/gpt/transfer.yaml` finds the best rates by width.
 """
 
@@ -57,11 +56,11 @@ def main(
 
 
 def numbers(option: str, text: str) -> list[float]:
-    """The numbers above 0 that an option lists, a comma between two."""
+    """The numbers above 0 that an option lists."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = [0.0]
     if min(found) <= 0:
-        raise RecipeError(f"{option}: expected numbers above 0; got {text}; give such as 0.1,0.2")
+        raise RecipeError(f"{option}: expected numbers above 0, such as 0.1,0.2; got {text}")
     return found

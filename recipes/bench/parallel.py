@@ -59,9 +59,8 @@ def main(
     # Where devices are more than cores, programs in flight may wait for each other forever.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if len(jax.devices()) != DEVICES:
-        todo = f"JAX_PLATFORMS=cpu, and XLA_FLAGS=--xla_force_host_platform_device_count={DEVICES}"
-        got = f"JAX has {len(jax.devices())}; set {todo}"
-        raise RecipeError(f"bench parallel: expected {DEVICES} devices; {got}")
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={DEVICES}"
+        raise RecipeError(f"bench parallel needs {DEVICES} devices: set JAX_PLATFORMS=cpu {flag}")
     tables = [runs.Table(f"Mean of gradients of {SHAPE} over {DEVICES} devices", exchange())]
     if steps:
         base = config or str(CONFIGS / runs.PARITY)
@@ -70,9 +69,7 @@ def main(
         told = runs.Told(config, overrides, seeds, fresh, data)
         found = runs.compare(VARIANTS, told)
         tables += found.tables("Validation loss", {"exchange-float8_e4m3fn": 0.003})
-    note = (
-        "Bytes that a device of a ring sends. Error: of the mean in norm, over the mean in float64."
-    )
+    note = "Bytes that a device of a ring sends. Error: of the mean in norm, over that in float64."
     more = "Heavy-tailed: magnitudes spread evenly over the binades from 2^-20 to 2^10."
     runs.publish("parallel", tables, json, [note, more])
 

@@ -3,10 +3,10 @@
     python -m recipes bench parity --data TEXT --data ANOTHER --seeds 5
     python -m recipes bench parity --rounding --data TEXT
 
-Trains `configs/gpt/parity.yaml` in each format on each text with each seed, all without a loss
-scale. Gradients are counted in the first float16 run and in one of plain `flax.nnx`. `--rounding`
-evaluates and differentiates the float32 runs once more at their last parameters, with some matmuls
-in FP8 and all else in bfloat16.
+Trains `configs/gpt/parity.yaml` in each format on each text with each seed, without a loss scale.
+Gradients are counted in the first float16 run and in one of plain `flax.nnx`. `--rounding`
+evaluates and differentiates the trained float32 models with some matmuls in FP8, all else in
+bfloat16.
 """
 
 from collections.abc import Callable
@@ -133,7 +133,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "readout's gradients": {
         "readout": nn.Policy(compute_dtype=WIDE, loss=MatmulConfig(cotangent=E5M2))
     },
-}  # policies of layers by pattern, by what they try
+}  # policies of layers by pattern
 
 
 def by_operand(configs: list[RunConfig], batches: int = 32) -> runs.Table:

@@ -1,10 +1,8 @@
 """Train the runs that a benchmark compares, and print what a benchmark measured.
 
-A seed changes a loss more than a number format does. Runs are therefore compared in pairs, of the
-same seed on the same text: a difference is the mean over pairs, with its standard error. A baseline
-that has a learning rate of its own is compared at the best of those that are given.
-
-A run that is complete in `train.runs_dir` is used as it is, and one that was stopped is resumed.
+A seed changes a loss more than a number format does, so runs are compared in pairs of the same seed
+and text: a difference is the mean over pairs, with its standard error. A run that is complete in
+`train.runs_dir` is used as it is, and one that was stopped is resumed.
 """
 
 import datetime
@@ -29,7 +27,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from ..config import RunConfig
-from ..errors import RecipeError, refused
+from ..errors import RecipeError
 from ..recipe import recipe_of
 from ..registry import CONFIGS, load_config
 from ..run.pool import each, message_of
@@ -55,6 +53,9 @@ Variants = Mapping[str, Sequence[str]]
 Bounds = Mapping[str, float]
 
 
+_SCORES = ("above reference", "error above")
+
+
 def plain_words(rate: float = PLAIN_RATE, *more: str) -> tuple[str, ...]:
     """Overrides of a model in plain `flax.nnx`, which has no u-muP."""
     words = ("model.library=plain", "precision.policy=float32", "optimizer.umup=false")
@@ -76,8 +77,7 @@ class Told(NamedTuple):
         """Overrides for the runs on each text, by what ends their names."""
         found = {f"-{Path(path).stem}": [f"data.path={path}"] for path in self.data or ()}
         if len(found) < len(self.data or ()):
-            given = ", ".join(self.data or ())
-            raise RecipeError(f"--data: expected files of different names; got {given}; rename one")
+            raise RecipeError("--data: expected files of different names; rename one")
         return found or {"": []}
 
 
@@ -124,8 +124,8 @@ def compare(
 ) -> Compared:
     """Train every variant on every text with every seed, each at the best of its `rates`.
 
-    The metric is the loss over all validation data, or a score. `own` has overrides by variant
-    and number of the run. What fails is reported at the end.
+    The metric is the loss over all validation data, or a score. `own` gives overrides by variant
+    and number of the run.
     """
     tried = {name: (rates or {}).get(name) or (None,) for name in variants}
     base, configs = told.config or str(CONFIGS / config), {}
@@ -162,10 +162,10 @@ def _measured(configs: Iterable[Any], told: Told, metric: str) -> dict[str, floa
     """The loss or score of every run by its name, measured in one process or in several."""
     tasks = [(one, told.fresh, metric) for same in configs for one in same]
     found: dict[str, Any] = {}
+    console = Console(stderr=True)
     for (config, *_), value in each(tasks, told.jobs, _value):
         found[config.name] = value
-        shown = f"{len(found)}/{len(tasks)}  {config.name}  {value}"
-        Console(stderr=True).print(shown, markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{len(found)}/{len(tasks)}  {config.name}  {value}", markup=False)
     if failed := [f"{name}: {value}" for name, value in found.items() if isinstance(value, str)]:
         what = f"{len(failed)} of {len(tasks)} runs failed: {failed[0]}; the others are kept"
         raise RecipeError(f"{what}: run the same command to try these again", exit_code=1)
@@ -195,12 +195,11 @@ def trained(config: RunConfig, fresh: bool) -> dict[str, float]:
 
 
 def last_state(config: RunConfig) -> TrainState:
-    """The state that a trained run ended with."""
-    return load_trained(config, lambda line: Console().print(line, markup=False))[1]
+    return load_trained(config, print)[1]
 
 
 def loss_of(config: RunConfig) -> float:
-    graphdef, state = load_trained(config, lambda line: Console().print(line, markup=False))
+    graphdef, state = load_trained(config, print)
     batches = recipe_of(config).load_data(config).validation()
     return mean_loss(make_evaluation(graphdef, config.precision), state.params, state.rest, batches)
 
@@ -209,21 +208,20 @@ def differences(
     values: Mapping[str, Sequence[float]], bounds: Bounds, metric: str = "loss"
 ) -> list[dict[str, Any]]:
     """Compare each variant with the first, pair by pair: losses by ratio, scores by difference."""
+    is_loss = metric == "loss"
+    above, spread = ("over reference", "standard error") if is_loss else _SCORES
     reference, rows = next(iter(values.values())), []
     for index, (name, found) in enumerate(values.items()):
         row: dict[str, Any] = {"variant": name, metric: statistics.fmean(found)}
         if index:
             pairs = zip(found, reference, strict=True)
-            over = [(a / b - 1 if metric == "loss" else a - b) for a, b in pairs]
-            mean, error = statistics.fmean(over), 0.0
-            row["over reference" if metric == "loss" else "above reference"] = mean
+            over = [(a / b - 1 if is_loss else a - b) for a, b in pairs]
+            row[above], error = statistics.fmean(over), 0.0
             if len(over) > 1:
-                error = statistics.stdev(over) / math.sqrt(len(over))
-                row["standard error" if metric == "loss" else "error above"] = error
-            if name in bounds:
-                bound = bounds[name]
+                row[spread] = error = statistics.stdev(over) / math.sqrt(len(over))
+            if (bound := bounds.get(name)) is not None:
                 row["asked"] = f"within {bound:.1%}" if bound else "no worse"
-                row["verdict"] = verdict(abs(mean) if bound else mean, error, bound)
+                row["verdict"] = verdict(abs(row[above]) if bound else row[above], error, bound)
         rows.append(row | {"values": list(found)})
     return rows
 
@@ -248,8 +246,7 @@ def chosen(option: str, names: str, known: Mapping[str, Any]) -> list[str]:
     """The names that an option lists, all of which are known."""
     wanted = listed(names)
     if unknown := [name for name in wanted if name not in known]:
-        some, got = ", ".join(known), ", ".join(unknown)
-        raise RecipeError(f"{option}: expected some of {some}; got {got}; correct the list")
+        raise RecipeError(f"{option}: expected some of {', '.join(known)}; got {unknown[0]}")
     return wanted
 
 
@@ -260,9 +257,8 @@ def publish(
 
     Where the output is no terminal, tables are Markdown, as the page of results has them.
     """
-    console = Console()
-    terminal = console.is_terminal
-    console = console if terminal else Console(width=1000)
+    terminal = Console().is_terminal
+    console = Console(width=None if terminal else 1000, highlight=False)
     for table in tables:
         shown = RichTable(box=box.HEAVY_HEAD if terminal else box.MARKDOWN)
         columns = dict.fromkeys(name for row in table.rows for name in row)
@@ -271,10 +267,10 @@ def publish(
             shown.add_column(column)
         for row in table.rows:
             shown.add_row(*(text_of(column, row.get(column)) for column in columns))
-        console.print(f"\n### {table.title}\n", markup=False, highlight=False)
+        console.print(f"\n### {table.title}\n", markup=False)
         console.print(shown)
     for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        console.print(note, markup=False, soft_wrap=True)
     if path is None:
         return
     describe = ["git", "describe", "--always", "--dirty"]
@@ -292,24 +288,19 @@ def publish(
         "tables": [{"title": t.title, "rows": [_finite(row) for row in t.rows]} for t in tables],
         "notes": list(notes),
     }
-    with refused(f"--json: cannot write {path}", "give a path that can be written"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row that JSON can hold: infinity and NaN, which it has no numbers for, as text."""
-    held = {k: v for k, v in row.items() if not (isinstance(v, float) and not math.isfinite(v))}
-    return {name: held.get(name, str(value)) for name, value in row.items()}
+    """A row that JSON can hold: infinity and NaN as text."""
+    odd = {k: str(v) for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {**row, **odd}
 
 
 def text_of(column: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if not isinstance(value, (int, float)):
-        return str(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str({None: "", True: "yes", False: "no"}.get(value, value))
     if column in ("over reference", "standard error"):
         return f"{value:+.3%}"
     return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.5g}"

@@ -1,1 +1,0 @@
-"""The BERT recipe: masked language modelling with `unitscale.nn`."""

@@ -24,9 +24,8 @@ from .config import SEGMENTS, BertModelConfig, Pairs, Pooling
 def head_constant(classes: int, rows: int, tokens: int, width: int) -> float:
     """The gradient at the encoder's output over the true gradient of the mean loss of a head.
 
-    The head reads `rows` of the encoder's `tokens` outputs, into `classes`. Its loss, `mean_loss`,
-    multiplies by `rows`; the cross entropy, the readout and the look-up by their backward factors
-    over the forward ones; all else in a head is backed by its true derivative.
+    The head reads `rows` of the encoder's `tokens` outputs, into `classes`. `mean_loss` multiplies
+    by `rows`; cross entropy, readout and look-up by their backward over their forward factors.
     """
     loss = rules.softmax_cross_entropy(classes)
     readout = rules.readout(width, classes, rows)
@@ -47,25 +46,14 @@ def rows_of(x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
         return ops.embed(start + positions, x.reshape(batch * time, width))
 
 
-def mean_loss(
-    logits: ops.ArrayLike,
-    labels: jax.Array,
-    where: jax.Array | None = None,
-    *,
-    share: float = 1.0,
-) -> jax.Array:
-    """Mean cross entropy of the labels (...) that count of logits (..., classes), in float32.
-
-    The backward factor is `share` times the number of all labels, those of other devices and those
-    that do not count included: a constant, whatever the number of those that do.
-    """
+def mean_loss(logits: ops.ArrayLike, labels, where=None, *, share: float = 1.0) -> jax.Array:
+    """Mean cross entropy of the labels (...) that count of logits (..., classes), in float32."""
     total = ops.softmax_cross_entropy(logits, labels, where=where, reduction="sum")
     return _mean_of(total, labels, where, share)
 
 
-def _mean_of(
-    total: jax.Array, labels: jax.Array, where: jax.Array | None, share: float = 1.0
-) -> jax.Array:
+def _mean_of(total: jax.Array, labels, where, share: float = 1.0) -> jax.Array:
+    # A constant: also labels of other devices and those that do not count.
     count = labels.size if where is None else jnp.maximum(jnp.sum(where), 1)
     return ops.scale_bwd(total / count, share * labels.size * num_batch_shards(labels))
 
@@ -84,28 +72,14 @@ class Encoder(nnx.Module):
         # Before the stack as in BERT, or after it, where the layers leave their sum as it is.
         self.norm = nn.LayerNorm(width, policy=policy)
         self.dropout = nn.Dropout(config.dropout, rngs=rngs)
-        self.stack = nn.TransformerStack(
-            config.layers,
-            width,
-            config.heads,
-            config.hidden,
-            norm="layer",
-            norm_placement=config.norm_placement,
-            **config.stack_options,
-            **options,
-        )
+        sizes = config.layers, width, config.heads, config.hidden
+        placement: Any = {"norm": "layer", "norm_placement": config.norm_placement}
+        self.stack = nn.TransformerStack(*sizes, **placement, **config.stack_options, **options)
 
-    def __call__(
-        self,
-        ids: jax.Array,
-        segments: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        deterministic: bool = True,
-    ) -> ops.ArrayLike:
+    def __call__(self, ids, segments, *, mask=None, deterministic: bool = True) -> ops.ArrayLike:
         """Outputs (batch, time, width) of int32 ids and segments, 0 or 1, both (batch, time).
 
-        `mask` is bool (batch, time), False where a token is padding.
+        `mask` is bool (batch, time), False on padding.
         """
         x = self.embed(ids)
         x = x if self.positions is None else self.positions(x)
@@ -121,11 +95,9 @@ class Encoder(nnx.Module):
 class Pooler(nnx.Module):
     """A dense layer and tanh over the output of the first token, [CLS], or the mean of all."""
 
-    def __init__(
-        self, width: int, pooling: Pooling = "cls", *, policy: str | nn.Policy, rngs: nnx.Rngs
-    ):
+    def __init__(self, width: int, pooling: Pooling = "cls", **options: Any):
         self.pooling = pooling
-        self.dense = nn.Dense(width, width, policy=policy, rngs=rngs)
+        self.dense = nn.Dense(width, width, **options)
 
     def __call__(self, x: ops.ArrayLike, mask: jax.Array | None = None) -> ScaledArray:
         """Maps outputs (batch, time, width) to (batch, width); `mask` is False on padding."""
@@ -138,25 +110,16 @@ class Pooler(nnx.Module):
 class Bert(nnx.Module):
     """A BERT with its pretraining heads."""
 
-    def __init__(
-        self,
-        config: BertModelConfig,
-        pairs: Pairs = "none",
-        *,
-        policy: str | nn.Policy,
-        rngs: nnx.Rngs,
-    ):
-        width, options = config.width, {"policy": policy, "rngs": rngs}
-        padding, asked = config.vocab_multiple, pairs != "none"
+    def __init__(self, config: BertModelConfig, pairs: Pairs = "none", **options: Any):
+        width, asked, readout = config.width, pairs != "none", None
         self.vocab = config.vocab
         self.encoder = Encoder(config, **options)
         self.dense = nn.Dense(width, width, **options)
-        self.norm = nn.LayerNorm(width, policy=policy)
-        self.readout = nnx.data(
-            None
-            if config.tied_readout
-            else nn.Readout(width, config.vocab, pad_to_multiple_of=padding, **options)
-        )
+        self.norm = nn.LayerNorm(width, policy=options["policy"])
+        if not config.tied_readout:
+            padding = config.vocab_multiple
+            readout = nn.Readout(width, config.vocab, pad_to_multiple_of=padding, **options)
+        self.readout = nnx.data(readout)
         self.pooler = nnx.data(Pooler(width, **options) if asked else None)
         self.pair_readout = nnx.data(nn.Readout(width, SEGMENTS, **options) if asked else None)
 
@@ -170,15 +133,7 @@ class Bert(nnx.Module):
         return self.norm(ops.gelu(self.dense(rows_of(x, positions))))
 
     def loss(
-        self,
-        ids: jax.Array,
-        segments: jax.Array,
-        positions: jax.Array,
-        targets: jax.Array,
-        counts: jax.Array,
-        answers: jax.Array | None = None,
-        *,
-        deterministic: bool = True,
+        self, ids, segments, positions, targets, counts, answers=None, *, deterministic=True
     ) -> jax.Array:
         """Mean cross entropy of the hidden tokens, and where pairs are asked that of the answers.
 
@@ -212,9 +167,7 @@ class PlainEncoder(nnx.Module):
         self.layers = nnx.List([Layer(parts, index) for index in range(config.layers)])
         self.norm = parts.norm()
 
-    def __call__(
-        self, ids: jax.Array, segments: jax.Array, *, deterministic: bool = True
-    ) -> jax.Array:
+    def __call__(self, ids, segments, *, deterministic: bool = True) -> jax.Array:
         """Outputs (batch, time, width) of int32 ids and segments (batch, time)."""
         places = jnp.arange(ids.shape[1])
         x = self.embed(ids) + self.segments(segments)
@@ -230,15 +183,14 @@ class PlainBert(nnx.Module):
     """The baseline: a BERT that predicts hidden tokens, with GPT-2's initialisation, no scales."""
 
     def __init__(self, config: BertModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
-        shared = {"vocab", "width", "layers", "heads", "mlp_ratio"}
-        taken = config.model_dump(include=shared | {"context", "positions", "dropout"})
+        keys = "vocab", "width", "layers", "heads", "mlp_ratio", "context", "positions", "dropout"
+        taken = config.model_dump(include={*keys})
         shape = GPTModelConfig(**taken, library="plain", norm="layer", bias=True)
         parts = Parts(shape, dtype, jnp.float32, None, rngs)
         self.encoder = PlainEncoder(parts)
         self.dense, self.norm = parts.linear(shape.width, shape.width), parts.norm()
-        self.readout = nnx.data(
-            None if config.tied_readout else parts.linear(shape.width, shape.vocab, bias=False)
-        )
+        tied, sizes = config.tied_readout, (shape.width, shape.vocab)
+        self.readout = nnx.data(None if tied else parts.linear(*sizes, bias=False))
 
     def predict(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""
@@ -246,16 +198,7 @@ class PlainBert(nnx.Module):
         rows = self.norm(jax.nn.gelu(self.dense(rows)))
         return self.encoder.embed.attend(rows) if self.readout is None else self.readout(rows)
 
-    def loss(
-        self,
-        ids: jax.Array,
-        segments: jax.Array,
-        positions: jax.Array,
-        targets: jax.Array,
-        counts: jax.Array,
-        *,
-        deterministic: bool = True,
-    ) -> jax.Array:
+    def loss(self, ids, segments, positions, targets, counts, *, deterministic=True) -> jax.Array:
         """Mean cross entropy of the hidden tokens; arguments as those of `Bert.loss`."""
         x = self.encoder(ids, segments, deterministic=deterministic)
         logits = self.predict(x, positions).astype(jnp.float32)

@@ -1,1 +1,0 @@
-"""Character language models: the study of regular and unit-scaled models in low precision."""

@@ -1,6 +1,5 @@
 """Character models in `unitscale.nn`, and the same in plain `flax.nnx` as a baseline."""
 
-import functools
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from ..config import BYTES
 from ..hf.plain import attend
 from ..recipe import no_closing, no_scores
 from ..run.state import make_policy
-from ..text import Corpus, Mixture, load_corpus
+from ..text import Corpus, abstract_batch as abstract_batch, load_corpus
 from .config import CharlmConfig, CharlmModelConfig
 
 scores = no_scores
@@ -23,9 +22,12 @@ closing = no_closing
 
 def branch_taus(config: CharlmModelConfig) -> list[float]:
     """The tau of every residual branch: one that mixes characters and an MLP in each layer."""
-    mixing = config.attention_ratio if config.kind == "attention" else 1.0
-    own = rules.residual_taus(config.residual, 2 * config.layers, tau=config.tau)
-    return [tau if index % 2 else tau * mixing for index, tau in enumerate(own)]
+    scheme, count, own = config.residual.scheme, 2 * config.layers, config.residual
+    ratio = own.attention_ratio if config.kind == "attention" else 1.0
+    if scheme == "depth":
+        return list(rules.residual_taus(scheme, count, mult=own.mult, attn_ratio=ratio))
+    taus = rules.residual_taus(scheme, count, tau=own.tau)
+    return [tau if index % 2 else tau * ratio for index, tau in enumerate(taus)]
 
 
 class ConvBlock(nnx.Module):
@@ -38,69 +40,14 @@ class ConvBlock(nnx.Module):
         return self.out(self.gelu(self.conv(x)))
 
 
-class UnitModel(nnx.Module):
-    """A unit-scaled character model."""
-
-    def __init__(
-        self, config: CharlmModelConfig, length: int, *, policy: nn.Policy, rngs: nnx.Rngs
-    ):
-        width, options = config.width, {"policy": policy, "rngs": rngs}
-        self.norm = config.norm
-        self.embed = nn.Embed(BYTES, width, **options)
-        attends = config.kind == "attention"
-        self.positions = nn.PositionalEmbed(length, width, **options) if attends else None
-        taus = branch_taus(config)
-        count = len(taus)
-        branches = [
-            nn.MLP(width, config.mlp_ratio * width, **options)
-            if index % 2
-            else _unit_mixer(config, length, options)
-            for index in range(count)
-        ]
-        norms = [nn.LayerNorm(width, policy=policy) for _ in range(count + 1)]
-        if config.norm == "pre":
-            branches = [nnx.Sequential(n, b) for n, b in zip(norms[:-1], branches, strict=True)]
-        self.branches = nnx.List(
-            [nn.Residual(b, tau=t, depth=count) for b, t in zip(branches, taus, strict=True)]
-        )
-        kept = {"pre": norms[-1:], "post": norms[:-1], "none": []}[config.norm]
-        self.norms = nnx.List(kept)
-        self.readout = nn.Readout(width, BYTES, **options)
-
-    def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Mean cross entropy of targets (batch, time), in nats per character; nothing is random."""
-        x = self.embed(ids)
-        if self.positions is not None:
-            x = self.positions(x)
-        for index, branch in enumerate(self.branches):
-            x = branch(x)
-            if self.norm == "post":
-                x = self.norms[index](x)
-        if self.norm == "pre":
-            x = self.norms[0](x)
-        return self.readout.cross_entropy(x, targets)
-
-
-def _unit_mixer(config: CharlmModelConfig, length: int, options: dict[str, Any]) -> nnx.Module:
-    """The branch in which characters see one another."""
-    width = config.width
-    if config.kind == "conv":
-        conv = nn.Conv(width, width, config.kernel, padding="CAUSAL", **options)
-        return ConvBlock(conv, nn.Dense(width, width, **options), ops.gelu)
-    if config.kind == "rnn":
-        cells = {"gru": nn.GRUCell, "lstm": nn.OptimizedLSTMCell, "rhn": nn.RHNCell}
-        return nn.RNN(cells[config.cell](width, width, **options))
-    return nn.MultiHeadAttention(config.heads, width, is_causal=True, max_length=length, **options)
-
-
 class Recurrent(nnx.Module):
     """A plain RNN whose carry is in the dtype of its activations."""
 
-    def __init__(self, cell: nnx.GRUCell | nnx.OptimizedLSTMCell, width: int, dtype: Any):
-        self.rnn, self.width, self.dtype = nnx.RNN(cell, rngs=False), width, dtype
+    def __init__(self, cell: nnx.GRUCell | nnx.OptimizedLSTMCell):
+        self.rnn = nnx.RNN(cell, rngs=False)
 
     def __call__(self, x: jax.Array) -> Any:
-        zeros = jnp.zeros((x.shape[0], self.width), self.dtype)
+        zeros = jnp.zeros_like(x[:, 0])
         lstm = isinstance(self.rnn.cell, nnx.OptimizedLSTMCell)
         return self.rnn(x, initial_carry=(zeros, zeros) if lstm else zeros)
 
@@ -108,9 +55,9 @@ class Recurrent(nnx.Module):
 class Attention(nnx.Module):
     """Plain causal self-attention."""
 
-    def __init__(self, width: int, heads: int, options: dict[str, Any]):
-        linear = functools.partial(nnx.Linear, **options)
-        self.heads, self.qkv, self.out = heads, linear(width, 3 * width), linear(width, width)
+    def __init__(self, width: int, heads: int, **options: Any):
+        self.heads, self.qkv = heads, nnx.Linear(width, 3 * width, **options)
+        self.out = nnx.Linear(width, width, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         heads = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
@@ -121,7 +68,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """gelu between two plain dense layers."""
 
-    def __init__(self, width: int, hidden: int, options: dict[str, Any]):
+    def __init__(self, width: int, hidden: int, **options: Any):
         self.up = nnx.Linear(width, hidden, **options)
         self.down = nnx.Linear(hidden, width, **options)
 
@@ -129,73 +76,90 @@ class MLP(nnx.Module):
         return self.down(jax.nn.gelu(self.up(x)))
 
 
-class RegularModel(nnx.Module):
-    """A character model in plain `flax.nnx`, as it is initialised there, without loss scaling."""
+class CharModel(nnx.Module):
+    """A character model: unit scaled, or in plain `flax.nnx` as it is initialised there."""
 
-    def __init__(self, config: CharlmModelConfig, length: int, *, dtype: Any, rngs: nnx.Rngs):
-        width, options = config.width, {"dtype": dtype, "rngs": rngs}
-        self.norm = config.norm
-        self.embed = nnx.Embed(BYTES, width, **options)
-        self.positions = nnx.Embed(length, width, **options) if config.kind == "attention" else None
-        weights = [rules.residual(tau) for tau in branch_taus(config)]
-        count = len(weights)
-        self.weights = tuple((w.branch, w.skip) for w in weights)
-        self.branches = nnx.List(
-            [
-                MLP(width, config.mlp_ratio * width, options)
-                if index % 2
-                else _regular_mixer(config, options)
-                for index in range(count)
-            ]
-        )
-        norms = {"pre": count + 1, "post": count, "none": 0}[config.norm]
-        self.norms = nnx.List([nnx.LayerNorm(width, **options) for _ in range(norms)])
-        self.readout = nnx.Linear(width, BYTES, use_bias=False, **options)
+    def __init__(self, config: CharlmModelConfig, length: int, options: dict[str, Any]):
+        width, taus, unit = config.width, branch_taus(config), config.library == "unitscale"
+        self.unit, self.norm, count = unit, config.norm, len(taus)
+        layers: Any = nn if unit else nnx
+        self.embed = layers.Embed(BYTES, width, **options)
+        positions: Any = nn.PositionalEmbed if unit else nnx.Embed
+        attends = config.kind == "attention"
+        self.positions = positions(length, width, **options) if attends else None
+        mlp = nn.MLP if unit else MLP
+        branches: list[Any] = [
+            mlp(width, config.mlp_ratio * width, **options)
+            if index % 2
+            else _mixer(config, length, options)
+            for index in range(count)
+        ]
+        own = {"policy": options["policy"]} if unit else options
+        number = {"pre": count + 1, "post": count, "none": 0}[config.norm]
+        norms = [layers.LayerNorm(width, **own) for _ in range(number)]
+        if unit and config.norm == "pre":
+            branches = [nnx.Sequential(*pair) for pair in zip(norms, branches, strict=False)]
+            norms = norms[-1:]
+        if unit:
+            pairs = zip(branches, taus, strict=True)
+            branches = [nn.Residual(branch, tau=tau, depth=count) for branch, tau in pairs]
+            readout: Any = nn.Readout(width, BYTES, **options)
+        else:
+            weights = map(rules.residual, taus)
+            self.weights = tuple((weight.branch, weight.skip) for weight in weights)
+            readout = nnx.Linear(width, BYTES, use_bias=False, **options)
+        self.branches, self.norms, self.readout = nnx.List(branches), nnx.List(norms), readout
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of targets (batch, time), in nats per character; nothing is random."""
         x = self.embed(ids)
         if self.positions is not None:
-            x = x + self.positions(jnp.arange(ids.shape[1]))
+            places = jnp.arange(ids.shape[1])
+            x = self.positions(x) if self.unit else x + self.positions(places)
         for index, branch in enumerate(self.branches):
-            own, skip = self.weights[index]
-            inside = self.norms[index](x) if self.norm == "pre" else x
-            x = own * branch(inside) + skip * x
+            if self.unit:
+                x = branch(x)
+            else:
+                own, skip = self.weights[index]
+                x = own * branch(self.norms[index](x) if self.norm == "pre" else x) + skip * x
             if self.norm == "post":
                 x = self.norms[index](x)
         if self.norm == "pre":
             x = self.norms[-1](x)
+        if self.unit:
+            return self.readout.cross_entropy(x, targets)
         logits = self.readout(x).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def _regular_mixer(config: CharlmModelConfig, options: dict[str, Any]) -> nnx.Module:
-    """The branch in which characters see one another."""
-    width = config.width
+def _mixer(config: CharlmModelConfig, length: int, options: dict[str, Any]) -> Any:
+    """The branch in which characters see one another, of either library."""
+    width, unit = config.width, config.library == "unitscale"
+    layers: Any = nn if unit else nnx
     if config.kind == "conv":
-        conv = nnx.Conv(width, width, config.kernel, padding="CAUSAL", **options)
-        return ConvBlock(conv, nnx.Linear(width, width, **options), jax.nn.gelu)
+        conv = layers.Conv(width, width, config.kernel, padding="CAUSAL", **options)
+        dense = (nn.Dense if unit else nnx.Linear)(width, width, **options)
+        return ConvBlock(conv, dense, ops.gelu if unit else jax.nn.gelu)
     if config.kind == "rnn":
-        cell = {"gru": nnx.GRUCell, "lstm": nnx.OptimizedLSTMCell}[config.cell]
-        return Recurrent(cell(width, width, **options), width, options["dtype"])
-    return Attention(width, config.heads, options)
+        names = {"gru": "GRUCell", "lstm": "OptimizedLSTMCell", "rhn": "RHNCell"}
+        cell = getattr(layers, names[config.cell])(width, width, **options)
+        return nn.RNN(cell) if unit else Recurrent(cell)
+    if unit:
+        sizes: Any = {"is_causal": True, "max_length": length}
+        return nn.MultiHeadAttention(config.heads, width, **sizes, **options)
+    return Attention(width, config.heads, **options)
 
 
-def build(config: CharlmConfig) -> UnitModel | RegularModel:
+def build(config: CharlmConfig) -> CharModel:
     """The model that a config describes, its parameters drawn from `config.seed`."""
-    length, rngs = config.data.sequence_length, nnx.Rngs(params=jax.random.key(config.seed))
+    options: dict[str, Any] = {"rngs": nnx.Rngs(params=jax.random.key(config.seed))}
     if config.model.library == "plain":
-        dtype = jnp.dtype(config.precision.policy)
-        return RegularModel(config.model, length, dtype=dtype, rngs=rngs)
-    return UnitModel(config.model, length, policy=make_policy(config.precision), rngs=rngs)
+        options["dtype"] = jnp.dtype(config.precision.policy)
+    else:
+        options["policy"] = make_policy(config.precision)
+    return CharModel(config.model, config.data.sequence_length, options)
 
 
-def abstract_batch(config: CharlmConfig) -> jax.ShapeDtypeStruct:
-    """Windows (batch, length + 1) of bytes."""
-    shape = (config.data.batch_size, config.data.sequence_length + 1)
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def load_data(config: CharlmConfig) -> Corpus | Mixture:
+def load_data(config: CharlmConfig) -> Corpus:
     """The text of the config, in windows."""
     return load_corpus(config.data)

@@ -1,4 +1,4 @@
-"""The dotted keys of a config, and what to say of one that is wrong."""
+"""The dotted keys of a config, and messages for wrong ones."""
 
 import difflib
 import re
@@ -12,7 +12,7 @@ from .run import MOVED, REMOVED, RunConfig
 
 
 def valid_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted key that a file may have, with its field; sections included."""
+    """Yield every dotted key that a file may have, with its field; sections included."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         section = section_of(field)
@@ -20,11 +20,14 @@ def valid_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
             yield from valid_keys(section, f"{prefix}{name}.")
 
 
-def entry_of(key: str, schema: type[RunConfig]) -> tuple[str, str]:
-    """The key of a mapping and the name in it that a dotted key names; of any other key, itself.
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a section, also of one that may be null."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
-    Such as `sweep.grid` and `model.kind` of `sweep.grid.model.kind`.
-    """
+
+def entry_of(key: str, schema: type[RunConfig]) -> tuple[str, str]:
+    """Split the dotted key of an entry, such as `sweep.grid.model.kind`, after its mapping."""
     for name, field in valid_keys(schema):
         kinds = (field.annotation, *get_args(field.annotation))
         if key.startswith(f"{name}.") and any(get_origin(kind) is dict for kind in kinds):
@@ -32,99 +35,58 @@ def entry_of(key: str, schema: type[RunConfig]) -> tuple[str, str]:
     return key, ""
 
 
-# What other libraries call the formats.
-_SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
-
-
-# What pydantic says of a value, in the words of a config.
-_EXPECTED = {
-    "bool_type": "true or false",
-    "string_pattern_mismatch": "a name of ASCII letters, digits, dots, dashes, underscores",
-    "model_type": "a mapping of keys to values",
-    "model_attributes_type": "a mapping of keys to values",
-    "string_too_short": "at least {min_length} characters",
-    "too_short": "at least {min_length} of them",
-    "too_long": "at most {max_length} of them",
-}
-
-
 def describe_problems(
     problems: Sequence[Mapping[str, Any]], schema: type[RunConfig]
 ) -> Iterator[str]:
-    """Pydantic's errors, one line a key: what was expected, what came, and what to do."""
-    keys = {name for name, field in valid_keys(schema) if not section_of(field)}
+    """Yield pydantic's errors, in one line for each key."""
+    values = {name for name, field in valid_keys(schema) if not section_of(field)}
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for problem in problems:
         parts = [str(part) for part in problem["loc"] if part != "[key]"]
-        whole = ".".join(parts)
-        # Of a key that takes several types, each has its say under a name of its own.
-        key = ".".join(parts[:-1])
-        is_one_of_several = key in keys and isinstance(problem["loc"][-1], str)
-        named = entry_of(whole, schema)[1] or not is_one_of_several
-        groups.setdefault(whole if named else key, []).append(problem)
+        key, parent = ".".join(parts), ".".join(parts[:-1])
+        # Errors of each type of a union are located below its key.
+        in_union = parent in values and isinstance(problem["loc"][-1], str)
+        merged = in_union and not entry_of(key, schema)[1]
+        groups.setdefault(parent if merged else key, []).append(problem)
     for key, group in groups.items():
-        # A list whose entries are wrong is not also too short.
-        entries = any(other.startswith(f"{key}.") for other in groups)
-        if not (entries and all(problem["type"] == "too_short" for problem in group)):
-            yield _describe(key, group, schema)
+        yield _describe(key, group, schema)
 
 
 def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConfig]) -> str:
-    problem, got = group[0], group[0]["input"]
-    if problem["type"] == "extra_forbidden":
+    kind = group[0]["type"]
+    if kind == "extra_forbidden":
         return unknown_key(key, schema)
-    if problem["type"] == "missing":
-        return f"{key}: expected a value; got none; set it: {_meaning(key, schema)}"
-    if problem["type"] == "value_error":
-        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
-    expected = " or ".join(
-        _EXPECTED[one["type"]].format(**one.get("ctx", {}))
-        if one["type"] in _EXPECTED
-        else one["msg"].removeprefix("Input should be ")
-        for one in group
-    ).replace("true or false or", "true, false or")
-    named = [one["ctx"]["expected"] for one in group if one["type"] == "literal_error"]
-    choices = re.findall("'([^']*)'", " ".join(named))
-    close = [name for name in (_SHORT.get(str(got)),) if name in choices]
-    close = close or difflib.get_close_matches(str(got), choices, n=1, cutoff=0.4)
-    todo = f"did you mean {close[0]}?" if close else "correct the value"
-    return f"{key} ({_meaning(key, schema)}): expected {expected}; got {got!r}; {todo}"
+    if kind == "value_error":
+        return f"{key}: {group[0]['ctx']['error']}".removeprefix(": ")
+    listed = re.sub(r"(\.\d+)+$", "", key)  # without positions in lists
+    field = dict(valid_keys(schema)).get(entry_of(listed, schema)[0])
+    meaning = " ".join(((field and field.description) or "").split()).rstrip(".")
+    if kind == "missing":
+        return f"{key}: expected a value; got none; set it ({meaning})"
+    expected = " or ".join(problem["msg"].removeprefix("Input should be ") for problem in group)
+    if kind == "model_type":
+        expected = "a mapping of keys to values"
+    if expected[0].islower() or expected[0] == "'":
+        expected = f"expected {expected}"
+    return f"{key} ({meaning}): {expected}; got {group[0]['input']!r}"
 
 
 def unknown_key(key: str, schema: type[RunConfig]) -> str:
-    """Describe an unknown key: its new name, or the nearest key."""
-    if (today := (MOVED | REMOVED | schema.renamed).get(key)) is not None:
-        return f"{key} is no longer a key of the config; set {today}"
-    keys = [name for name, field in valid_keys(schema) if not section_of(field)]
-    sections = [name for name, field in valid_keys(schema) if section_of(field)]
+    """Describe an unknown key: its new name, its constant value, or the nearest key."""
+    new = MOVED | REMOVED | schema.moved | schema.renamed
+    if key in new:
+        return f"{key} is no longer a key of the config; set {new[key]}"
+    if key in schema.constants:
+        return f"{key} is no longer a key of the config; it is always {schema.constants[key]}"
+    fields = dict(valid_keys(schema))
     section, _, last = key.rpartition(".")
-    tails = {name.rpartition(".")[2]: name for name in keys}
-    # A key in the wrong section is nearer to the same last name than to any full path.
-    close = [tails[last]] if last in tails else difflib.get_close_matches(key, sections, 1, 0.8)
-    close = [name for name in close if not key.startswith(f"{name}.")]
-    # What two keys have in common shall not be their section alone.
-    near = difflib.get_close_matches(last, tails, len(tails), 0.6)
-    whole = difflib.get_close_matches(key, keys, 3, 0.75)
-    close = close or [name for name in whole if name.rpartition(".")[2] in near]
-    close = close or [tails[tail] for tail in near]
-    if close:
-        hint = f"did you mean {close[0]}?"
-    elif section in sections:
-        siblings = [name.rpartition(".") for name, _ in valid_keys(schema)]
-        listed = ", ".join(tail for head, _, tail in siblings if head == section)
-        hint = f"{section} has the keys {listed}"
-    else:
-        hint = f"the top-level keys are {', '.join(schema.model_fields)}"
-    return f"{key} is not a key of the config; {hint}"
-
-
-def _meaning(key: str, schema: type[RunConfig]) -> str:
-    listed = re.sub(r"(\.\d+)+$", "", key)  # of an entry of a list
-    field = dict(valid_keys(schema)).get(entry_of(listed, schema)[0])
-    return (field.description if field else None) or f"described in {schema.__module__}"
-
-
-def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a section, also of one that may be null."""
-    kinds = (field.annotation, *get_args(field.annotation))
-    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+    inside = {
+        name.rpartition(".")[2]: name for name in fields if name.rpartition(".")[0] == section
+    }
+    elsewhere = {name.rpartition(".")[2]: name for name, f in fields.items() if not section_of(f)}
+    for names, cutoff in ((elsewhere, 1.0), (inside, 0.6), (elsewhere, 0.6)):
+        if close := difflib.get_close_matches(last, names, 1, cutoff):
+            return f"{key} is not a key of the config; did you mean {names[close[0]]}?"
+    owner = section if section and inside else "the config"
+    names = inside or schema.model_fields
+    return f"{key} is not a key of the config; {owner} has the keys {', '.join(names)}"

@@ -1,9 +1,10 @@
-"""The config of a run: what every recipe can be told, each key declared once.
+"""The config of a run: the keys that all recipes have.
 
-Sections are frozen pydantic models. A key that is not declared is an error, so that a misspelt key
-never falls back to a default in silence. `recipes.registry` reads YAML into these models.
+Sections are frozen pydantic models, and the docstring of each field describes its key in messages.
+`recipes.registry` reads YAML into these models.
 """
 
+import copy
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -15,6 +16,7 @@ Whole = Annotated[int, Strict(), Field(ge=0)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
+Share = Annotated[float, Strict(), Field(gt=0, lt=1)]
 Flag = Annotated[bool, Strict()]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -25,9 +27,11 @@ Format = WideFormat | NarrowFormat
 
 
 class Section(BaseModel):
-    """A part of a config: frozen, and without room for keys that are not declared."""
+    """A part of a config. An undeclared key is an error, so that a misspelt one is not ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
+    )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -42,81 +46,50 @@ PRESETS: dict[str, dict[str, Any]] = {
     "scalify_float16": {"scalify": "float16"},
     "scalify_fp8": {"scalify": "float16", "matmuls": "fp8"},
 }
-"""Keys by the name of a preset; the name of a policy stands for that policy alone."""
+"""Keys of `precision` by the name of a preset."""
 
 
 def expand_preset(precision: Any) -> Any:
-    """Return the keys of the `precision` section that a preset's name stands for."""
-    if not isinstance(precision, str):
-        return precision
-    return PRESETS.get(precision, {"policy": precision})
+    """Expand the name of a preset or a policy to the keys of the section."""
+    is_name = isinstance(precision, str)
+    return PRESETS.get(precision, {"policy": precision}) if is_name else precision
 
 
 class PrecisionConfig(Section):
-    """Number formats of all that a run computes and keeps."""
+    """Number formats of computation and storage."""
 
-    policy: Policy = Field(default="float32", description="number formats that layers compute in")
-    layers: dict[str, Policy] = Field(
-        default_factory=dict,
-        description="policies of single layers, by patterns of their paths (nn.set_policies)",
-    )
-    readout: Flag | Literal["gradients"] = Field(
-        default=False,
-        description="which matmuls of the readout are in the policy's 8 bits too: false for none, "
-        "gradients for those two of its loss, true for the logits as well",
-    )
-    matmuls: Literal["fp8", "fp8_dynamic", "fp8_delayed", "qwix"] | None = Field(
-        default=None,
-        description="FP8 matmuls in the layers of a plain model: fp8 under scalify, or a preset of "
-        "unitscale.nn.convert, or through qwix; null for none",
-    )
-    scalify: WideFormat | None = Field(
-        default=None,
-        description="train a plain model under unitscale.scalify, with parameters, optimizer state "
-        "and activations in this format; null for not",
-    )
-    weights: WideFormat | None = Field(
-        default=None, description="format that weights are kept in, with a scale; null for float32"
-    )
-    moments: Annotated[list[Format], Field(min_length=2, max_length=2)] | None = Field(
-        default=None,
-        description="formats of the first and second moment, with scales; null for float32",
-    )
-    rounding: Literal["nearest", "stochastic"] = Field(
-        default="nearest", description="how weights and moments are rounded into their formats"
-    )
-    min_size: Whole = Field(
-        default=0,
-        description="parameters and moments of fewer entries (those of stacked layers together) "
-        "stay in float32: they are few bytes, and each ten small kernels on a GPU",
-    )
-    frozen: NarrowFormat | None = Field(
-        default=None,
-        description="format of the linear layers that LoRA leaves frozen, with a power-of-two "
-        "scale for each output; null for the policy's",
-    )
-    exchange: Format | None = Field(
-        default=None, description="format that devices exchange gradients in; null: as XLA does"
-    )
-    loss_scale: Positive | Literal["dynamic"] | None = Field(
-        default=None,
-        description="factor of the loss while it is differentiated, for comparison: a number, or "
-        "dynamic for one that halves where a gradient is not finite; null for none",
-    )
-    monitor: Fraction | None = Field(
-        default=None,
-        description="count saturated elements of FP8 tensors as metrics, and allow this share of a "
-        "tensor, such as 1e-4; null for not",
-    )
-    rebalance: Flag = Field(
-        default=False,
-        description="at log lines, double the scales of tensors that saturate above the monitor's "
-        "share",
-    )
+    policy: Policy = "float32"
+    """Number formats that layers compute in."""
+    layers: dict[str, Policy] = Field(default_factory=dict)
+    """Policies of single layers, by patterns of their paths (nn.set_policies)."""
+    readout: Flag | Literal["gradients"] = False
+    """FP8 in the output layer too: in all of its matmuls, or only in those of its gradients."""
+    matmuls: Literal["fp8", "fp8_dynamic", "fp8_delayed", "qwix"] | None = None
+    """FP8 matmuls of a plain model: fp8 under scalify, else a preset of nn.convert, or qwix."""
+    scalify: WideFormat | None = None
+    """Train a plain model under scalify, with parameters and activations in this format."""
+    weights: WideFormat | None = None
+    """Storage format of weights, with scales; null for float32."""
+    moments: Annotated[list[Format], Field(min_length=2, max_length=2)] | None = None
+    """Storage formats of the first and second moment, with scales; null for float32."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Rounding of stored weights and moments."""
+    min_size: Whole = 0
+    """Smaller parameters (counted over stacked layers) and their moments stay in float32."""
+    frozen: NarrowFormat | None = None
+    """Storage format of layers that LoRA freezes, with scales by output; null for the policy's."""
+    exchange: Format | None = None
+    """Format in which devices exchange gradients; null for XLA's choice."""
+    loss_scale: Positive | Literal["dynamic"] | None = None
+    """Loss scale, for comparison: constant, or dynamic to halve it at gradients not finite."""
+    monitor: Fraction | None = None
+    """Log the saturated share of each FP8 tensor; the share that rebalance allows, such as 1e-4."""
+    rebalance: Flag = False
+    """At log steps, double the scales of tensors that saturate above the monitor's share."""
 
     @property
     def scaled_state(self) -> bool:
-        """True if weights or moments are kept in formats of their own."""
+        """True if weights or moments are stored in formats of their own."""
         return self.weights is not None or self.moments is not None
 
     @model_validator(mode="before")
@@ -126,105 +99,69 @@ class PrecisionConfig(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
+        policy, monitor, matmuls = self.policy, self.monitor, self.matmuls
         if self.rounding != "nearest" and not self.scaled_state:
-            raise ValueError(
-                "rounding stochastic needs weights or moments; got null for both; set them, or "
-                "rounding nearest"
-            )
-        if self.monitor is not None and self.policy not in ("fp8", "fp8_delayed"):
-            raise ValueError(
-                "monitor needs a policy whose scales are not those of the data: fp8 or "
-                f"fp8_delayed; got policy {self.policy}; change policy or set monitor null"
-            )
-        if self.rebalance and (self.monitor is None or self.policy != "fp8"):
-            raise ValueError(
-                "rebalance needs monitor, and policy fp8, whose scales do not follow the data by "
-                f"themselves; got monitor {self.monitor} and policy {self.policy}; set rebalance "
-                "false"
-            )
-        if self.readout and "fp8" not in self.policy:
-            raise ValueError(
-                f"readout needs a policy with FP8 matmuls, such as fp8; got policy {self.policy}; "
-                "change policy or set readout false"
-            )
-        if self.readout == "gradients" and self.policy == "fp8_delayed":
-            raise ValueError(
-                "readout gradients needs a policy that keeps no scales, such as fp8; got policy "
-                "fp8_delayed; change policy or set readout true"
-            )
+            raise ValueError("rounding stochastic needs weights or moments; set one of them")
+        if monitor is not None and policy not in ("fp8", "fp8_delayed"):
+            raise ValueError(f"monitor needs policy fp8 or fp8_delayed; got policy {policy}")
+        if self.rebalance and (monitor is None or policy != "fp8"):
+            raise ValueError(f"rebalance needs monitor and policy fp8; got {monitor} and {policy}")
+        if self.readout and "fp8" not in policy:
+            raise ValueError(f"readout needs an FP8 policy, such as fp8; got policy {policy}")
+        if self.readout == "gradients" and policy == "fp8_delayed":
+            raise ValueError("readout gradients needs a policy without delayed scales, such as fp8")
         if self.scalify and self.scaled_state:
-            raise ValueError(
-                "scalify stores parameters and optimizer state itself; got weights "
-                f"{self.weights} and moments {self.moments}; set both null"
-            )
-        if self.matmuls is not None and (self.matmuls == "fp8") != (self.scalify is not None):
+            raise ValueError("scalify stores weights and moments itself; set both null")
+        if matmuls is not None and (matmuls == "fp8") != (self.scalify is not None):
             raise ValueError(
                 "matmuls fp8 needs scalify, and fp8_dynamic, fp8_delayed and qwix need scalify "
-                f"null; got matmuls {self.matmuls} and scalify {self.scalify}; change one of them"
+                f"null; got matmuls {matmuls} and scalify {self.scalify}"
             )
         return self
 
 
 Role = Literal["weight", "readout", "embedding", "bias", "norm"]
-# u-muP's factor of a gain or a bias is 1: at the rate that is best for weights, each update is
-# larger than the gain itself. Gains then reach a hundred, activations leave unit size with them,
-# and after some thousand steps 8 bits do not hold them (u-muP's authors train no gains).
+# With u-muP's factor of 1, gains (which its authors do not train) and biases learn too fast at the
+# best rate of weights: within some thousand steps, gains reach 100 and activations overflow 8 bits.
 _MULTIPLIERS = {"weight": 1.0, "readout": 1.0, "embedding": 1.0, "bias": 0.03, "norm": 0.03}
 
 
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adam", "adamw", "sgd", "lion", "muon"] = Field(
-        default="adamw",
-        description="the update rule; muon is Adam for all but hidden kernels, and 1/32 as large",
-    )
-    learning_rate: Positive = Field(default=2e-3, description="the peak learning rate")
-    warmup_steps: Whole = Field(default=0, description="steps of linear warm-up from 0")
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="how the learning rate falls after the warm-up"
-    )
-    final_fraction: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(
-        default=0.1, description="the last learning rate over the peak (cosine and linear)"
-    )
-    b1: Fraction = Field(default=0.9, description="decay of the first moment; momentum of sgd")
-    b2: Fraction = Field(default=0.95, description="decay of the second moment")
-    eps: NonNegative | None = Field(
-        default=None,
-        description="added to the root of the second moment by Adam; null: 2^-12 with umup, whose "
-        "gradients are of size 1, else 1e-8",
-    )
-    weight_decay: NonNegative = Field(
-        default=0.0,
-        description="decoupled weight decay (not of adam, sgd); with umup, the share each step "
-        "removes",
-    )
-    clip_norm: Positive | None = Field(
-        default=None, description="largest global norm of the gradient"
-    )
-    skip_nonfinite: Whole = Field(
-        default=0, description="steps in a row left out where loss or gradient is not finite"
-    )
-    umup: Flag = Field(
-        default=True, description="u-muP learning rates by each parameter's role, fan-in and depth"
-    )
-    multipliers: dict[Role, NonNegative] = Field(
-        default_factory=dict,
-        description="with umup, further factors of learning rates by role: weight, readout, "
-        "embedding (1 unless given), bias and norm (0.03)",
-    )
+    name: Literal["adam", "adamw", "sgd", "lion", "muon"] = "adamw"
+    """Update rule; muon is for hidden kernels, at 1/32 of the rate, and leaves the rest to Adam."""
+    learning_rate: Positive = 2e-3
+    """Peak learning rate."""
+    warmup_steps: Whole = 0
+    """Steps of linear warm-up from 0."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay of the learning rate after the warm-up."""
+    final_fraction: Annotated[float, Strict(), Field(ge=0, le=1)] = 0.1
+    """Final learning rate over the peak (cosine and linear)."""
+    b1: Fraction = 0.9
+    """Decay of the first moment; momentum of sgd."""
+    b2: Fraction = 0.95
+    """Decay of the second moment."""
+    eps: NonNegative | None = None
+    """Epsilon of Adam; null for 2^-12 with umup, 1e-8 without."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay (adamw, lion, muon); with umup, the share removed in each step."""
+    clip_norm: Positive | None = None
+    """Largest global norm of the gradient; null for any."""
+    skip_nonfinite: Whole = 0
+    """Most steps in a row to skip because loss or gradient is not finite."""
+    umup: Flag = True
+    """Use u-muP learning rates, by each parameter's role, fan-in and depth."""
+    multipliers: dict[Role, NonNegative] = Field(default_factory=dict)
+    """With umup, multipliers of learning rates by role; default 0.03 for bias and norm, else 1."""
 
     @property
     def adam_eps(self) -> float:
-        """The epsilon of Adam.
-
-        Gradients of unit-scaled models begin at size 1, far above those of a mean loss. Beside them
-        1e-8 is nothing: parameters whose gradients only shrink, such as the readout's columns of
-        tokens that never occur, would take whole steps until 16 bits lose these.
-        """
-        if self.eps is not None:
-            return self.eps
-        return 2.0**-12 if self.umup else 1e-8
+        """Epsilon of Adam, above 1e-8 for unit-scaled models, whose gradients are near 1."""
+        # With 1e-8, parameters whose gradients decay, such as output columns of tokens that never
+        # occur, keep taking full-size steps until those gradients underflow.
+        return self.eps if self.eps is not None else 2.0**-12 if self.umup else 1e-8
 
     @field_validator("multipliers", mode="before")
     @classmethod
@@ -235,160 +172,150 @@ class OptimizerConfig(Section):
     def _keys_agree(self) -> Self:
         own = [f for role, f in self.multipliers.items() if f not in (1, _MULTIPLIERS[role])]
         if not self.umup and own:
-            raise ValueError(
-                "multipliers need umup true, which knows the roles of parameters; got umup false; "
-                "remove them, or set umup true"
-            )
+            raise ValueError("multipliers need umup true; got umup false; remove them")
         if self.name == "muon" and not self.umup:
-            raise ValueError(
-                "name muon needs umup true, which knows hidden kernels from other matrices; got "
-                "umup false; set umup true, or another name"
-            )
+            raise ValueError("name muon needs umup true, which tells hidden kernels from others")
         if self.weight_decay and self.name in ("adam", "sgd"):
-            raise ValueError(
-                f"weight_decay needs name adamw, lion or muon; got name {self.name} and "
-                f"weight_decay {self.weight_decay}; set name adamw or weight_decay 0"
-            )
+            raise ValueError(f"weight_decay needs name adamw, lion or muon; got name {self.name}")
         return self
 
 
 class TrainConfig(Section):
     """Length of training, and its outputs."""
 
-    steps: Count = Field(default=1000, description="optimizer steps")
-    eval_every: Count = Field(default=200, description="steps between validation losses")
-    eval_batches: Count = Field(default=16, description="validation batches during training")
-    checkpoint_every: Count = Field(default=200, description="steps between checkpoints")
-    keep: Count = Field(default=2, description="checkpoints to keep, the newest ones")
-    log_every: Count = Field(default=20, description="steps between metric lines")
-    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = Field(
-        default="tensorboard", description="where metrics go besides metrics.jsonl"
-    )
-    sample_tokens: Whole = Field(default=200, description="tokens generated at the end; 0 for none")
-    sample_prompt: str = Field(default="\n", min_length=1, description="text that they go on from")
-    runs_dir: str = Field(
-        default="runs", description="the folder in which the run's own folder is made"
-    )
+    steps: Count = 1000
+    """Optimizer steps."""
+    eval_every: Count = 200
+    """Steps between validation losses."""
+    eval_batches: Count = 16
+    """Validation batches during training."""
+    checkpoint_every: Count = 200
+    """Steps between checkpoints."""
+    keep: Count = 2
+    """Number of newest checkpoints to keep."""
+    log_every: Count = 20
+    """Steps between metric lines."""
+    logger: Literal["tensorboard", "wandb", "mlflow", "none"] = "tensorboard"
+    """Where to log metrics besides metrics.jsonl."""
+    sample_tokens: Whole = 200
+    """Tokens to generate after training; 0 for none."""
+    sample_prompt: str = Field(default="\n", min_length=1)
+    """Prompt of the sample."""
+    runs_dir: str = "runs"
+    """Parent of the run's folder."""
 
 
 class BatchConfig(Section):
     """Batches of any data."""
 
-    batch_size: Count = Field(default=16, description="examples per step, over all processes")
-    micro_batches: Count = Field(
-        default=1,
-        description="parts of the batch, computed one after another to save memory; gradients "
-        "are accumulated, and the step is that of the whole batch",
-    )
+    step_unit: ClassVar[str] = "examples"
+    """Unit of `step_size`, and of speed."""
+
+    batch_size: Count = 16
+    """Examples per step, over all processes."""
+    micro_batches: Count = 1
+    """Parts of a batch to compute one after another, accumulating gradients, to save memory."""
 
     @property
     def step_size(self) -> int:
         """Size of a batch, in `step_unit`."""
         return self.batch_size
 
-    @property
-    def step_unit(self) -> str:
-        """Unit of `step_size`, and of speed."""
-        return "examples"
-
 
 class MeshConfig(Section):
-    """Devices by what they divide; together they are all that JAX sees."""
+    """Mesh axes, whose sizes multiply to the number of devices."""
 
-    data: Count = Field(default=1, description="devices that divide the batch")
-    fsdp: Count = Field(
-        default=1, description="devices that divide the batch, parameters and optimizer state"
-    )
-    context: Count = Field(default=1, description="devices that divide the tokens of a sequence")
-    tensor: Count = Field(default=1, description="devices that divide matrices by their outputs")
+    data: Count = 1
+    """Devices to shard the batch over."""
+    fsdp: Count = 1
+    """Devices to shard the batch, parameters and optimizer state over."""
+    context: Count = 1
+    """Devices to shard the tokens of a sequence over."""
+    tensor: Count = 1
+    """Devices to shard the outputs of matrices over."""
 
 
 class SweepConfig(Section):
-    """A grid of runs, and how learning rates are searched at each of its points."""
+    """A grid of runs, and the search for the learning rate of each."""
 
-    grid: dict[str, list[Any]] = Field(
-        default_factory=dict, description="lists of values of dotted keys, such as model.kind"
-    )
-    seeds: list[Whole] = Field(default=[0], min_length=1, description="seeds to average over")
-    factor: Annotated[float, Strict(), Field(gt=1)] = Field(
-        default=4.0, description="ratio of neighbouring learning rates"
-    )
-    rates: Annotated[int, Strict(), Field(ge=3)] = Field(
-        default=5, description="learning rates trained at once"
-    )
-    rounds: Count = Field(
-        default=3, description="how often the rates are extended until the best is inside"
-    )
-    when: dict[str, dict[str, Any] | None] = Field(
-        default_factory=dict,
-        description="further values of dotted keys, for the points of which words such as "
-        "`model.library=plain optimizer.name=sgd` all hold; null leaves such points out; "
-        "optimizer.learning_rate is where the search of a point starts",
-    )
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+    """Lists of values by dotted key, such as model.kind."""
+    seeds: list[Whole] = Field(default=[0], min_length=1)
+    """Seeds to average over."""
+    factor: Annotated[float, Strict(), Field(gt=1)] = 4.0
+    """Ratio of neighbouring learning rates."""
+    rates: Annotated[int, Strict(), Field(ge=3)] = 5
+    """Learning rates to train at once."""
+    rounds: Count = 3
+    """How often to extend the rates until the best is not at an end."""
+    when: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
+    """Further keys of points that match, such as `model.library=plain seed=0`; null for no run."""
 
 
 class RunConfig(Section):
     """Config of a run: the keys that all recipes have."""
 
+    moved: ClassVar[dict[str, str]] = {}
+    """Names of keys in earlier versions, and their names now, beside `MOVED`."""
     renamed: ClassVar[dict[str, str]] = {}
-    """Keys of earlier versions, and what to set in their place, beside `MOVED`."""
+    """Keys of earlier versions, and what to set in their place, beside `REMOVED`."""
     constants: ClassVar[dict[str, Any]] = {}
-    """Keys of earlier versions that cannot be set any more, and the value that they have now."""
+    """Keys of earlier versions that are constants now, and their values."""
+    converts: ClassVar[bool] = True
+    """True if plain models of the recipe train with `precision.scalify` and `matmuls`."""
+    loss_unit: ClassVar[str] = "example"
+    """The loss is in nats per this."""
+    sequence: ClassVar[int | None] = None
+    """Number of tokens that mesh.context shards; None where there are no sequences."""
+    longest: ClassVar[int | None] = None
+    """Length of the longest sequence that the model takes; None for any."""
 
-    recipe: str = Field(description="which recipe this config is of")
-    name: Name = Field(
-        description="names the run's folder: letters, digits, dot, dash and underscore"
-    )
-    seed: Whole = Field(
-        default=0,
-        le=2**32 - 1,
-        description="seeds the parameters, the order of the data and dropout",
-    )
-    precision: PrecisionConfig = Field(
-        default_factory=PrecisionConfig,
-        description="number formats: a section, or the name of a policy or of a preset "
-        f"({', '.join(PRESETS)})",
-    )
-    data: BatchConfig = Field(default_factory=BatchConfig, description="the batches")
-    optimizer: OptimizerConfig = Field(
-        default_factory=OptimizerConfig, description="the optimizer and its schedule"
-    )
-    train: TrainConfig = Field(default_factory=TrainConfig, description="length and outputs")
-    mesh: MeshConfig | None = Field(default=None, description="many devices; null for one")
-    sweep: SweepConfig = Field(
-        default_factory=SweepConfig, description="runs around this one, for `recipes sweep`"
-    )
+    recipe: str
+    """Name of the recipe."""
+    name: Name
+    """Name of the run's folder: letters, digits, dot, dash and underscore."""
+    seed: Whole = Field(default=0, le=2**32 - 1)
+    """Seed of parameters, data order and dropout."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Number formats: a section, or the name of a policy or of a preset."""
+    data: BatchConfig = BatchConfig()
+    """The batches."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer and its schedule."""
+    train: TrainConfig = TrainConfig()
+    """Length of training, and its outputs."""
+    mesh: MeshConfig | None = None
+    """Mesh of devices; null for one device."""
+    sweep: SweepConfig = SweepConfig()
+    """A grid of runs, for `recipes sweep`."""
 
     @classmethod
     def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """The keys of a file, with what it leaves to the model that `init` names, not validated."""
+        """Fill in the keys of a file that follow from the model in `init`."""
         return tree
 
     @classmethod
     def upgraded(cls, tree: Any) -> Any:
-        """The config that a run of an earlier version has kept, with its keys of today."""
-        if not isinstance(tree, dict) or "precision" in tree:
+        """Translate a config stored by an earlier version to the keys of today."""
+        if not isinstance(tree, dict):
             return tree
-        tree = {k: dict(value) if isinstance(value, dict) else value for k, value in tree.items()}
-
-        def holder_of(key: str) -> tuple[dict[str, Any], str]:
-            section, _, name = key.rpartition(".")
-            holder = tree.get(section) if section else tree
-            return holder if isinstance(holder, dict) else {}, name
-
-        precision = {"matmuls": "fp8"} if (tree.get("scalify") or {}).get("products") else {}
-        for old, new in MOVED.items():
-            holder, name = holder_of(old)
-            if (value := holder.pop(name, None)) is not None:
-                precision.setdefault(new.removeprefix("precision."), value)
-        for key in ("scalify", "monitor", "optimizer.loss_scale_interval"):
-            holder, name = holder_of(key)
-            holder.pop(name, None)
-        for key, value in cls.constants.items():
-            holder, name = holder_of(key)
-            if name in holder and holder[name] == value:
-                del holder[name]
-        return tree | {"precision": precision}
+        tree, moved = copy.deepcopy(tree), cls.moved
+        if "precision" not in tree:
+            moved = MOVED | moved
+            fp8 = (tree.get("scalify") or {}).get("products")
+            tree["precision"] = {"matmuls": "fp8"} if fp8 else {}
+        for old, new in moved.items():
+            section, name = _section(tree, old)
+            if new.startswith(f"{old}.") and isinstance(section.get(name), dict):
+                continue  # the section of today that has the old key's name
+            if (value := section.pop(name, None)) is not None:
+                section, name = _section(tree, new, make=True)
+                section.setdefault(name, value)
+        for old in (*REMOVED, *cls.constants):
+            section, name = _section(tree, old)
+            if old in REMOVED or section.get(name, ...) == cls.constants[old]:
+                section.pop(name, None)
+        return tree
 
     @property
     def settled(self) -> Self:
@@ -397,68 +324,69 @@ class RunConfig(Section):
 
     @property
     def resumed(self) -> Self:
-        """The config without what only the first start reads: a checkpoint has the rest."""
+        """The config without what only the first start reads."""
         return self
 
     def kept_in(self, folder: Path) -> Self:
-        """The config of the run in a folder: it may have been moved, copied or set aside since."""
+        """The config of the run in a folder, which may have been moved or copied since."""
         folder = folder.absolute()
         train = self.train.model_copy(update={"runs_dir": str(folder.parent)})
         return self.model_copy(update={"name": folder.name, "train": train})
 
-    @property
-    def longest(self) -> int | None:
-        """The longest sequence that the model can be given; None for no limit."""
-        return None
-
-    @property
-    def sequence(self) -> int | None:
-        """The tokens of a batch's sequences, which devices can divide; None where it has none."""
-        return None
-
-    @property
-    def loss_unit(self) -> str:
-        """Unit of the loss, which is in nats per this."""
-        return "example"
-
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
-        if self.optimizer.warmup_steps >= self.train.steps:
+        optimizer, precision, mesh = self.optimizer, self.precision, self.mesh or MeshConfig()
+        warmup, steps = optimizer.warmup_steps, self.train.steps
+        if warmup >= steps:
             raise ValueError(
-                "optimizer.warmup_steps must be less than train.steps; "
-                f"got {self.optimizer.warmup_steps} and {self.train.steps}; shorten the warm-up"
+                f"optimizer.warmup_steps must be below train.steps; got {warmup}, {steps}"
             )
-        if self.precision.loss_scale == "dynamic" and self.optimizer.skip_nonfinite:
-            raise ValueError(
-                "precision.loss_scale dynamic leaves out steps that are not finite itself; got "
-                f"optimizer.skip_nonfinite {self.optimizer.skip_nonfinite}; set it 0"
-            )
-        frozen = self.precision.frozen
-        if frozen and (getattr(self, "lora", None) is None or self.precision.scalify):
-            raise ValueError(
-                "precision.frozen needs lora, whose frozen weights it is the format of, and "
-                f"precision.scalify null; got {frozen}; set it null"
-            )
-        if self.precision.exchange is not None and self.mesh is None:
-            raise ValueError(
-                "precision.exchange needs mesh, the devices that exchange gradients; got "
-                f"{self.precision.exchange} and mesh null; set mesh.data"
-            )
-        ways = self.mesh.data * self.mesh.fsdp if self.mesh else 1
-        parts = ways * self.data.micro_batches
+        if precision.loss_scale == "dynamic" and optimizer.skip_nonfinite:
+            raise ValueError("precision.loss_scale dynamic needs optimizer.skip_nonfinite 0")
+        if precision.frozen and (getattr(self, "lora", None) is None or precision.scalify):
+            raise ValueError("precision.frozen needs lora, and precision.scalify null")
+        if precision.exchange is not None and self.mesh is None:
+            raise ValueError("precision.exchange needs mesh; got mesh null; set mesh.data")
+        parts = mesh.data * mesh.fsdp * self.data.micro_batches
         if self.data.batch_size % parts:
             raise ValueError(
                 "data.micro_batches * mesh.data * mesh.fsdp must divide data.batch_size; got "
                 f"{parts} and {self.data.batch_size}; change one of them"
             )
-        ways = self.mesh.context if self.mesh else 1
-        if ways > 1 and (self.sequence is None or self.sequence % ways):
+        if mesh.context > 1 and (self.sequence is None or self.sequence % mesh.context):
             raise ValueError(
-                "mesh.context must divide the tokens of a sequence, data.sequence_length of "
-                f"recipes gpt and bert; got {ways} and {self.sequence}; set mesh.context 1, or "
-                "another length"
+                "mesh.context must divide data.sequence_length of recipes gpt and bert; got "
+                f"{mesh.context} and {self.sequence}"
             )
+        # Finetune learns the library from `init`.
+        library = getattr(getattr(self, "model", None), "library", None)
+        if library == "plain" and ("fp8" in precision.policy or optimizer.umup):
+            raise ValueError(
+                "an FP8 precision.policy and optimizer.umup need a unitscale model; got a plain "
+                "one; set optimizer.umup false, and precision.matmuls in place of an FP8 policy"
+            )
+        plain = library != "unitscale" and self.converts
+        if (precision.scalify or precision.matmuls) and not plain:
+            raise ValueError(
+                "precision.scalify and precision.matmuls are for plain models of recipes gpt, "
+                "images and finetune; set both null, and precision.policy instead"
+            )
+        if library and precision.scalify and precision.policy != "float32":
+            raise ValueError(f"precision.scalify needs policy float32; got {precision.policy}")
         return self
+
+
+def _section(tree: dict[str, Any], key: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
+    """Return the section of a dotted key and the key in it; {} for a section that is missing."""
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = tree.get(section)
+        if not isinstance(inner, dict):
+            inner = {}
+            if make:
+                tree[section] = inner
+        tree = inner
+    return tree, name
 
 
 FORMAT_KEYS = ("precision", "optimizer.skip_nonfinite")
@@ -479,7 +407,7 @@ MOVED = {
         for name in ("weights", "moments", "rounding", "min_size", "loss_scale")
     },
 }
-"""Keys of earlier versions, and their names now."""
+"""Names of keys before there was a section `precision`, and their names now."""
 REMOVED = {
     "scalify": "precision.scalify",
     "scalify.products": "precision.matmuls",

@@ -1,4 +1,4 @@
-"""The configuration of fine-tuning."""
+"""Config of fine-tuning."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -7,6 +7,7 @@ from pydantic import Field, Strict, model_validator
 
 from ..bert.config import BertConfig, Pooling
 from ..config import (
+    PRESETS,
     Count,
     Flag,
     Fraction,
@@ -19,73 +20,59 @@ from ..config import (
 from ..errors import RecipeError
 from ..run.folder import earlier_run, is_run
 
-Task = Literal["squad", "classification"]
 Column = Whole | Annotated[str, Strict(), Field(min_length=1)]  # a position or a name
 
 
 class DataConfig(SequenceConfig):
-    """The files of a task, and their batches; special tokens are among those of a sequence."""
+    """The files of a task, and their batches; special tokens count to the sequence length."""
 
-    train: str = Field(description="path of the file to train on")
-    validation: str = Field(description="path of the file to score on")
+    train: str
+    """File to train on."""
+    validation: str
+    """File to score on."""
 
 
 class SquadConfig(Section):
-    """Windows of long contexts, and answers."""
+    """Extractive question answering."""
 
-    max_question_length: Count = Field(
-        default=64, description="tokens of a question; a longer one is cut"
-    )
-    negatives: NonNegative | None = Field(
-        default=None,
-        description="windows to train on without the answer, for each with it; null for all",
-    )
-    mark_matches: Flag = Field(
-        default=False,
-        description="give what a context shares with its question the segment of the question",
-    )
+    max_question_length: Count = 64
+    """Tokens of a question; a longer one is cut."""
+    negatives: NonNegative | None = None
+    """Windows without the answer to train on, for each window with it; null for all."""
+    mark_matches: Flag = False
+    """Give tokens of the context that occur in the question the question's segment."""
 
 
 class ClassificationConfig(Section):
     """Columns of texts and labels: names, or positions from 0 where a file has no header."""
 
-    header: Flag = Field(default=True, description="whether a TSV or CSV file names its columns")
-    text: Column = Field(default="sentence", description="the column of the text")
-    pair: Column | None = Field(
-        default=None, description="the column of a second text; null for one text"
-    )
-    label: Column = Field(default="label", description="the column of the label")
-    pooling: Pooling = Field(
-        default="cls",
-        description="what a text's label is read from (init of recipe bert): the first token, "
-        "which suits runs with data.pairs, or the mean of all",
-    )
-    mark_matches: Flag = Field(
-        default=False,
-        description="give what the second text shares with the first the segment of the first",
-    )
+    header: Flag = True
+    """True if a TSV or CSV file names its columns."""
+    text: Column = "sentence"
+    """Column of the text."""
+    pair: Column | None = None
+    """Column of a second text; null for one text."""
+    label: Column = "label"
+    """Column of the label."""
+    pooling: Pooling = "cls"
+    """Classify by the first token, for runs with data.pairs, or by the mean (init a run)."""
+    mark_matches: Flag = False
+    """Give tokens of the second text that occur in the first the first's segment."""
 
     @model_validator(mode="after")
     def _columns_differ(self) -> Self:
         if self.text in (self.pair, self.label) or self.pair == self.label:
             raise ValueError(
                 f"text, pair and label must be different columns; got text {self.text!r}, "
-                f"pair {self.pair!r} and label {self.label!r}; correct one of them"
+                f"pair {self.pair!r} and label {self.label!r}"
             )
         if self.mark_matches and self.pair is None:
-            raise ValueError(
-                "mark_matches is of pairs; got pair null; set pair, or mark_matches false"
-            )
+            raise ValueError("mark_matches needs pair; got pair null")
         return self
 
 
-FORMATS: dict[str, dict[str, str]] = {
-    "float32": {},
-    "bfloat16": {"scalify": "bfloat16"},
-    "float16": {"scalify": "float16"},
-    "fp8": {"scalify": "float16", "matmuls": "fp8"},
-}
-"""Formats under scalify by policy, for plain models."""
+FORMATS = ("float32", "bfloat16", "float16", "fp8")
+"""Policies of plain models, which train under scalify in these formats."""
 
 
 def pretraining_of(init: str) -> BertConfig:
@@ -94,7 +81,7 @@ def pretraining_of(init: str) -> BertConfig:
 
 
 class FinetuneConfig(RunConfig):
-    """The configuration of a fine-tuning run."""
+    """A whole run of fine-tuning."""
 
     constants: ClassVar[dict[str, Any]] = {
         "data.format": None,
@@ -106,19 +93,20 @@ class FinetuneConfig(RunConfig):
         "classification.labels": None,
     }
 
-    recipe: Literal["finetune"] = Field(description="which recipe this config is of")
-    init: str = Field(
-        description="the folder to start from: a run of recipe bert, or a Hugging Face encoder"
-    )
-    task: Task = Field(description="extractive question answering, or sentence classification")
-    data: DataConfig = Field(description="the files and their batches")
-    squad: SquadConfig = Field(default_factory=SquadConfig, description="for task squad")
-    classification: ClassificationConfig = Field(
-        default_factory=ClassificationConfig, description="for task classification"
-    )
-    dropout: Fraction | None = Field(
-        default=None, description="share of activations dropped; null for that of the run"
-    )
+    recipe: Literal["finetune"]
+    """Name of the recipe."""
+    init: str
+    """Folder to start from: a run of recipe bert, or a Hugging Face encoder."""
+    task: Literal["squad", "classification"]
+    """Extractive question answering, or sentence classification."""
+    data: DataConfig = Field()
+    """The files and their batches."""
+    squad: SquadConfig = SquadConfig()
+    """Keys of task squad."""
+    classification: ClassificationConfig = ClassificationConfig()
+    """Keys of task classification."""
+    dropout: Fraction | None = None
+    """Dropout rate; null for that of init."""
 
     @property
     def loss_unit(self) -> str:
@@ -132,43 +120,35 @@ class FinetuneConfig(RunConfig):
     @property
     def settled(self) -> Self:
         """The config with `scalify` for a Hugging Face folder, and a run's own multipliers."""
+        optimizer, precision = self.optimizer, self.precision
         if self.plain:
-            return self._settled_plain()
+            changed = precision.monitor is not None or precision.scaled_state
+            if precision.policy not in FORMATS or changed:
+                raise RecipeError(
+                    f"precision: expected policy {', '.join(FORMATS)}, and monitor, weights and "
+                    f"moments null, for the Hugging Face folder {self.init}; got policy "
+                    f"{precision.policy}; change precision, or init with a run of recipe bert"
+                )
+            if optimizer.umup:
+                raise RecipeError(
+                    f"optimizer.umup: expected false for the Hugging Face folder {self.init}; got "
+                    "true; add optimizer.umup=false optimizer.learning_rate=5e-5"
+                )
+            own = {} if precision.scalify else PRESETS.get(f"scalify_{precision.policy}", {})
+            return self.model_copy(update={"precision": precision.model_copy(update=own)})
         if not is_run(self.init):
-            return self  # what reads the run says so
-        if self.precision.scalify or self.precision.matmuls:
+            return self  # reading the run raises
+        if precision.scalify or precision.matmuls:
             raise RecipeError(
-                f"scalify is for plain models; got a unitscale one in init {self.init}; set it null"
+                "precision.scalify and precision.matmuls: expected null for the unitscale model in "
+                f"init {self.init}; got {precision.scalify} and {precision.matmuls}"
             )
         run = pretraining_of(self.init)
         if run.model.library == "plain":
             raise RecipeError(
                 f"init: expected a unitscale model; got library plain in {self.init}; give another"
             )
-        optimizer = self.optimizer
-        if "multipliers" in optimizer.model_fields_set or not optimizer.umup:
+        if not optimizer.umup or "multipliers" in optimizer.model_fields_set:
             return self
         optimizer = optimizer.model_copy(update={"multipliers": run.optimizer.multipliers})
         return self.model_copy(update={"optimizer": optimizer})
-
-    def _settled_plain(self) -> Self:
-        folder, precision = f"the Hugging Face folder {self.init}", self.precision
-        if precision.policy not in FORMATS:
-            raise RecipeError(
-                f"precision.policy: expected {', '.join(FORMATS)} for {folder}; got "
-                f"{precision.policy}; use one "
-                "of them, or init with a run of recipe bert"
-            )
-        if self.optimizer.umup:
-            raise RecipeError(
-                f"optimizer.umup: expected false for {folder}, in standard parametrization; got "
-                "true; add optimizer.umup=false optimizer.learning_rate=5e-5"
-            )
-        if precision.monitor is not None or precision.scaled_state:
-            raise RecipeError(
-                "precision.monitor, weights and moments: expected null for "
-                f"{folder}, whose model runs under scalify; remove them"
-            )
-        if not precision.scalify:
-            precision = precision.model_copy(update=FORMATS[precision.policy])
-        return self.model_copy(update={"precision": precision})

@@ -1,8 +1,7 @@
 """Files of the tasks, and the padded token records that a model is trained and scored on.
 
-SQuAD's long contexts are read in overlapping windows. The label of a window that does not hold the
-whole answer is the first token, [CLS]. Rows of classification are in TSV without quotation marks,
-as GLUE has it, in CSV of RFC 4180, or in JSONL.
+SQuAD's long contexts are read in overlapping windows, labelled at [CLS] where they do not hold the
+whole answer. Rows of classification are in TSV without quotation marks, or CSV.
 """
 
 import csv
@@ -19,7 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Encoding, Tokenizer
 
-from ..errors import RecipeError, clipped, json_lines, read_text
+from ..errors import RecipeError, clipped, read_text
 from .config import ClassificationConfig, DataConfig, SquadConfig
 
 _CHUNK = 1024  # texts that are tokenized at once
@@ -84,13 +83,6 @@ def _padding_copy(tokenizer: Tokenizer, length: int, least: int, *, pairs: bool)
             f"tokens; got {length}; raise it, or lower squad.max_question_length"
         )
     copy = Tokenizer.from_str(tokenizer.to_str())
-    for probe in (copy.encode("a"), copy.encode("a", "a")):
-        texts = [part for part in probe.sequence_ids if part is not None]
-        if not any(probe.special_tokens_mask[:1]) or texts != sorted(texts):
-            raise RecipeError(
-                "tokenizer: expected one for BERT, which puts [CLS] or the like first, and the "
-                f"second text last; got {' '.join(probe.tokens)}; use another"
-            )
     found = (copy.token_to_id(token) for token in ("[PAD]", "<pad>"))
     copy.enable_padding(length=length, pad_id=next((i for i in found if i is not None), 0))
     return copy
@@ -143,18 +135,17 @@ def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
         file = _File.model_validate_json(read_text(Path(path), key))
     except ValidationError as error:
         wrong = error.errors()[0]
-        place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in wrong["loc"])
+        place = ".".join(map(str, wrong["loc"])) or "the file"
         raise RecipeError(
-            f"{where}: {place.removeprefix('.') or 'the file'}: {wrong['msg']}; got "
-            f"{clipped(wrong['input'])}; correct the file, which is of SQuAD's format"
+            f"{where}: {place}: {wrong['msg']}; got {clipped(wrong['input'])}; correct the file, "
+            "which is of SQuAD's format"
         ) from error
     questions: dict[str, Question] = {}
     for paragraph in (one for article in file.data for one in article.paragraphs):
         for asked in paragraph.qas:
             wrong = _complaint(asked, paragraph.context)
-            if asked.id in questions:
-                wrong = "expected different ids; got it twice"
-            if wrong:
+            if wrong or asked.id in questions:
+                wrong = wrong or "expected different ids; got it twice"
                 raise RecipeError(f"{where}: question {asked.id!r}: {wrong}; correct the file")
             questions[asked.id] = asked.model_copy(update={"context": paragraph.context})
     if not questions:
@@ -168,8 +159,7 @@ def _complaint(asked: Question, context: str) -> str | None:
         return f"expected answers or is_impossible; got {len(asked.answers)}, {asked.is_impossible}"
     for text, start in ((answer.text, answer.answer_start) for answer in asked.answers):
         if start < 0 or not context.startswith(text, start):
-            at = context.find(text)  # -1: nowhere
-            return f"expected {clipped(text)} at character {start} of the context; got it at {at}"
+            return f"expected {clipped(text)} at character {start} of the context"
     return None
 
 
@@ -192,7 +182,7 @@ class SquadFeatures(NamedTuple):
 def make_squad_features(
     questions: Sequence[Question], tokenizer: Tokenizer, length: int, squad: SquadConfig
 ) -> SquadFeatures:
-    """Tokenize questions, each with windows of its context, of which two share half."""
+    """Tokenize questions, each with windows of its context that overlap by half."""
     most = squad.max_question_length
     tokenizer = _padding_copy(tokenizer, length, most + 1, pairs=True)
     rows: list[Tokens] = []
@@ -286,76 +276,53 @@ def load_classification(
     data: DataConfig, columns: ClassificationConfig, known: Sequence[str] = ()
 ) -> Dataset:
     """Read both files; labels are in the order of `known`, if they are the same, else sorted."""
-    paths = {"data.train": data.train, "data.validation": data.validation}
-    found = {key: list(_rows(path, key, columns)) for key, path in paths.items()}
-    for (key, rows), least in zip(found.items(), (2, 1), strict=True):
-        if len(names := {row.label for row in rows}) < least:
-            raise RecipeError(
-                f"{key}: {paths[key]}: expected rows of {least} labels or more; got "
-                f"{clipped(names)}; give more"
-            )
-    names = {row.label for row in found["data.train"]}
+    train = list(_rows(data.train, "data.train", columns))
+    validation = list(_rows(data.validation, "data.validation", columns))
+    names = {row.label for row in train}
+    if len(names) < 2 or not validation:
+        raise RecipeError(
+            f"data: expected rows of two labels or more in {data.train}, and rows in "
+            f"{data.validation}; got {clipped(names)} and {len(validation)} rows; give more"
+        )
     # "01" and "1" would be two labels of one number.
     whole = all(re.fullmatch("0|-?[1-9][0-9]*", name) for name in names)
     labels = known if names == {*known} else sorted(names, key=int if whole else str)
-    unknown = next((row for row in found["data.validation"] if row.label not in names), None)
+    unknown = next((row for row in validation if row.label not in names), None)
     if unknown is not None:
         raise RecipeError(
             f"data.validation: {data.validation}:{unknown.line}: expected a label of data.train, "
             f"{clipped(labels)}; got {clipped(unknown.label)}; correct the row"
         )
-    return Dataset(found["data.train"], found["data.validation"], tuple(labels))
+    return Dataset(train, validation, tuple(labels))
 
 
 def _rows(path: str, key: str, columns: ClassificationConfig) -> Iterator[Row]:
-    kind, where = Path(path).suffix.lower(), f"{key}: {path}"
-    if kind not in (".tsv", ".csv", ".jsonl"):
-        raise RecipeError(
-            f"{key}: expected a file that ends in .tsv, .csv or .jsonl; got {path}; rename it"
-        )
-    raw = read_text(Path(path), key)
-    found: Any = json_lines(raw.split("\n"), f"{where}:")
-    if kind != ".jsonl":
-        found = _table(raw, where, kind, columns.header)
-    wanted = columns.model_dump(include={"text", "pair", "label"})
-    wanted = {name: column for name, column in wanted.items() if column is not None}
-    for line, fields in found:
-        row: dict[str, Any] = {"pair": None}
-        for name, column in wanted.items():
-            value = fields.get(column) if isinstance(fields, dict) else None
-            if name == "label":
-                number = isinstance(value, int) and not isinstance(value, bool)
-                value = str(value) if number else value
-                value = value.strip() or None if isinstance(value, str) else None
-            if not isinstance(value, str):
-                raise RecipeError(
-                    f"{where}:{line}: expected a {name} in the column {column!r}; got "
-                    f"{clipped(fields)}; correct the row or the section classification (positions "
-                    "where no column is named: 'classification={header: false, text: 0, label: 1}')"
-                )
-            row[name] = value
-        yield Row(**row, line=line)
-
-
-def _table(text: str, where: str, kind: str, header: bool) -> Iterator[tuple[int, dict[Any, Any]]]:
-    """Yield the last line of each row, and its fields by name or, without a header, position."""
+    """Read the rows of a TSV or CSV file, each with its last line."""
+    kind, text = Path(path).suffix.lower(), read_text(Path(path), key)
+    if kind not in (".tsv", ".csv"):
+        raise RecipeError(f"{key}: expected a file that ends in .tsv or .csv; got {path}")
     tabs: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kind == ".tsv" else {}
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, **tabs)
+    reader, names = csv.reader(io.StringIO(text, newline=""), strict=True, **tabs), None
+    wanted = columns.text, columns.pair, columns.label
     try:
-        rows = [(reader.line_num, row) for row in reader if row]
+        for row in filter(None, reader):
+            if names is None:
+                names = [name.strip() for name in row] if columns.header else range(len(row))
+                if columns.header:
+                    continue
+            if len(row) != len(names):
+                raise csv.Error(f"expected {len(names)} fields, as the first line has")
+            fields: dict[Any, str] = dict(zip(names, row, strict=True))
+            first, second, label = (fields.get(column) for column in wanted)
+            label = (label or "").strip()
+            if first is None or not label or (second is None) != (columns.pair is None):
+                raise csv.Error(
+                    f"expected text, pair and label in the columns {wanted}; got {clipped(fields)} "
+                    "(without names: 'classification={header: false, text: 0, label: 1}')"
+                )
+            yield Row(first, second, label, reader.line_num)
     except csv.Error as error:
-        raise RecipeError(
-            f"{where}:{reader.line_num}: not a row of {kind}: {error}; correct the row"
-        ) from error
-    first = rows[0][1] if rows else []
-    names: Any = [name.strip() for name in first] if header else range(len(first))
-    for line, row in rows[header:]:
-        if len(row) != len(names):
-            raise RecipeError(
-                f"{where}:{line}: expected {len(names)} fields, as the first line has; got "
-                f"{len(row)}; correct the row"
-            )
-        yield line, dict(zip(names, row, strict=True))
+        raise RecipeError(f"{key}: {path}:{reader.line_num}: {error}; correct the row") from error
 
 
 def make_classification_records(

@@ -32,10 +32,7 @@ def all_answered(questions: Sequence[Question]) -> bool:
 
 
 def predict_answers(features: SquadFeatures, logits: np.ndarray) -> Predictions:
-    """Find the span of at most `LONGEST` tokens with the highest sum of logits for each question.
-
-    `logits`, (windows, length, 2), are finite scores of tokens as an answer's first and last one.
-    """
+    """Find the best span of each question by finite logits (windows, length, 2) of both ends."""
     predictions = {}
     rows = zip(features.windows, np.asarray(logits, np.float64), strict=True)
     for number, group in groupby(rows, key=lambda row: row[0].question):
@@ -91,11 +88,7 @@ def f1(prediction: str, answer: str, *, empty: float = 0.0) -> float:
 
 
 def score_answers(questions: Sequence[Question], predictions: Predictions) -> dict[str, float]:
-    """Score predictions in percent, by v1.1 where every question has an answer, else by v2.0.
-
-    v1.1 gives `exact_match` and `f1`. v2.0 gives `exact`, `f1` and `total`, of all questions and of
-    those with (`HasAns_`) and without an answer (`NoAns_`); no answer is given at odds above 0.
-    """
+    """Score predictions in percent, by v1.1 where every question has an answer, else by v2.0."""
     found = [(question, *predictions[question.id]) for question in questions]
     if all_answered(questions):
         best = {
@@ -127,10 +120,7 @@ def _nearest(metric: Callable[[str, str], float], question: Question, prediction
 
 
 def score_labels(predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """Score predicted label ids (rows,) against the true ones; `f1` is of the second of two labels.
-
-    `f1_macro` is the mean over labels that occur. `matthews` is 0 where all are one label.
-    """
+    """Score predicted label ids (rows,); `f1` is that of the second of two labels."""
     mean: dict[str, Any] = {"average": "macro", "zero_division": 0}
     scores = {"accuracy": accuracy_score(labels, predicted)}
     if classes == 2:

@@ -121,7 +121,6 @@ class TaskData(Data):
         save_tokenizer(SubwordTokenizer(self.tokenizer), folder)
 
     def examples(self, *, training: bool) -> Sequence[Examples]:
-        """Yield the arrays of a record in the order of the loss's arguments."""
         source: Any = grain.MapDataset.source(self.train if training else self.scored)
         return [Examples(source.map(lambda record: tuple(record.values())))]
 

@@ -14,30 +14,6 @@ from ..errors import RecipeError
 from ..text import Tokenizer
 
 
-def generate(
-    model: nnx.Module,
-    prompt: jax.Array,
-    *,
-    tokens: int,
-    key: jax.Array,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-) -> Iterator[jax.Array]:
-    """Continues each prompt of a batch (batch, time) by tokens (batch, 1), all int32.
-
-    The model has `init_cache(batch, length)` and `model(ids, cache=...) -> (logits, cache)`. The
-    temperature divides the logits; 0 takes the most likely token. `top_k` draws from the k most
-    likely tokens only.
-    """
-    graphdef, state = nnx.split(model)
-    logits, cache = _read(graphdef, state, prompt, tokens)
-    for draws in jax.random.split(key, tokens):
-        logits, cache, token = _step(
-            graphdef, state, logits, cache, draws, jnp.float32(temperature), top_k
-        )
-        yield token
-
-
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _read(graphdef, state, prompt, tokens):
     model = nnx.merge(graphdef, state)
@@ -61,11 +37,10 @@ def _last(logits) -> jax.Array:
 def draw(logits: jax.Array, key: jax.Array, temperature: Any, top_k: int | None) -> jax.Array:
     """Tokens (batch,) int32 of logits (batch, vocab)."""
     tokens = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
-    if top_k is not None and top_k < logits.shape[-1]:
-        logits, tokens = jax.lax.top_k(logits, top_k)  # of equal ones those that come first
-    greedy = jnp.argmax(logits, axis=-1)
+    if top_k is not None:
+        logits, tokens = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
-    place = jnp.where(temperature > 0, jax.random.categorical(key, scaled, axis=-1), greedy)
+    place = jnp.where(temperature > 0, jax.random.categorical(key, scaled), logits.argmax(-1))
     return jnp.take_along_axis(tokens, place[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
@@ -78,8 +53,8 @@ class Writer(NamedTuple):
     """A model with what it needs to continue a text.
 
     `context` is the longest sequence that the model has seen, `start` are ids before every prompt,
-    unless it starts with them itself, and `ends` those that end the text where one is drawn. What a
-    prompt has before the last `document_end` is not read.
+    unless it starts with them itself, and `ends` those that end the text where one is drawn. Of a
+    prompt only the part after the last `document_end` is read.
     """
 
     model: nnx.Module
@@ -100,7 +75,8 @@ class Writer(NamedTuple):
 
         When the context is full, its second half becomes the prompt of the next stretch. The
         options are `tokens`, how many to add, fewer where one of `ends` is drawn; `seed`, which
-        decides the draws; `temperature` and `top_k` as for `generate`.
+        decides the draws; `temperature`, which divides the logits (0 takes the most likely token);
+        and `top_k`, to draw from the k most likely tokens only.
         """
         ids = self._encoded(prompt)
         return self.tokenizer.decode([*ids[: ids.size if echo else 0], *self._new(ids, **options)])
@@ -109,10 +85,10 @@ class Writer(NamedTuple):
         """The same text in pieces, each as soon as its characters are known."""
         ids = self._encoded(prompt)
         shown, said, text = [*ids] if echo else [], "", ""
-        for new in itertools.chain([None], self._new(ids, **options)):
-            shown += [] if new is None else [new]
+        for new in itertools.chain([[]], ([token] for token in self._new(ids, **options))):
+            shown += new
             text = self.tokenizer.decode(shown)
-            # What ends in the middle of a character waits for the rest of it.
+            # The bytes of a character wait for the last of them.
             if text.startswith(said) and not text.endswith("\ufffd"):
                 yield text[len(said) :]
                 said = text
@@ -120,36 +96,30 @@ class Writer(NamedTuple):
 
     def _encoded(self, prompt: str) -> np.ndarray:
         """The ids of a prompt, int32, with those that come first."""
-        tokenizer, start = self.tokenizer, np.asarray(self.start, np.int32)
-        ids = tokenizer.encode(prompt).astype(np.int32)
-        if not np.array_equal(ids[: start.size], start):
-            ids = np.concatenate([start, ids])
-        if prompt and not ids.size and tokenizer.eos is not None:
-            ids = np.array([tokenizer.eos], np.int32)  # white space to WordPiece: start a document
+        ids = self.tokenizer.encode(prompt).astype(np.int32)
+        if tuple(ids[: len(self.start)]) != self.start:
+            ids = np.concatenate([np.asarray(self.start, np.int32), ids])
         if not ids.size:
             raise RecipeError("--prompt: expected at least one character; got an empty prompt")
         return ids
 
-    def _new(self, ids: np.ndarray, *, tokens: int, seed: int, **options: Any) -> Iterator[int]:
+    def _new(
+        self, ids: np.ndarray, *, tokens: int, seed: int, temperature=1.0, top_k=None
+    ) -> Iterator[int]:
         """New ids as they come, up to the number of tokens or to one of `ends`."""
-        context = min(self.context, ids.size + tokens)
-        if context < 2:
-            raise RecipeError(
-                f"data.sequence_length: generation needs a context of at least 2; got {context}"
-            )
-        key, window = jax.random.key(seed), context - 1
+        graphdef, state = nnx.split(self.model)
+        context = max(2, min(self.context, ids.size + tokens))
+        key, most = jax.random.key(seed), context - 1
         while tokens:
             key, draws = jax.random.split(key)
-            visible = ids
-            if self.document_end is not None:
-                ends = np.flatnonzero(ids == self.document_end)
-                # The end itself where nothing follows it.
-                visible = ids[min(ends[-1] + 1, ids.size - 1) :] if ends.size else ids
-            visible = visible[-window:]
-            room = context - visible.size
-            for token in generate(
-                self.model, jnp.asarray(visible)[None], tokens=room, key=draws, **options
-            ):
+            ends = np.flatnonzero(ids == self.document_end)
+            start = ends[-1] + 1 if ends.size else 0
+            visible = ids[min(start, ids.size - 1) :][-most:]  # an end that nothing follows is read
+            room, most = context - visible.size, max(1, context // 2)
+            logits, cache = _read(graphdef, state, visible[None], room)
+            for one in jax.random.split(draws, room):
+                options = one, jnp.float32(temperature), top_k
+                logits, cache, token = _step(graphdef, state, logits, cache, *options)
                 new = int(token[0, 0])
                 if new in self.ends:
                     return
@@ -157,4 +127,3 @@ class Writer(NamedTuple):
                 ids, tokens = np.append(ids, np.int32(new)), tokens - 1
                 if not tokens:
                     return
-            window = max(1, context // 2)

@@ -1,163 +1,183 @@
-"""A GPT as `recipes.train` sees it.
+"""The GPT in `unitscale.nn`, and what `recipes.train` asks of the recipe.
 
 Plain models and Hugging Face folders are imported where a config asks for them.
 """
 # ruff: noqa: PLC0415
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from unitscale.nn import convert
+from unitscale import nn
 
+from ..config import GPTModelConfig
 from ..errors import RecipeError
 from ..recipe import no_scores
 from ..run.folder import earlier_run
 from ..run.state import make_policy, take_weights
-from ..text import Corpus, Mixture, Tokenizer, load_corpus, open_tokenizer, require_vocab
-from . import model
+from ..text import Corpus, abstract_batch as abstract_batch, load_corpus
 from .config import GPTConfig
 from .generate import Writer
 
-if TYPE_CHECKING:
-    from ..hf import plain
-
-GPT: TypeAlias = "model.GPT | plain.GPT"
+Cache = tuple[nn.KVCache, ...]
 TEMPERATURE = 0.7  # of a sample: mostly words, where 1 shows all that a short training left open
 scores = no_scores
 
 
-def build(config: GPTConfig) -> GPT:
-    """The GPT that a config describes, with the weights of `config.init` or drawn ones."""
-    folder = config.pretrained
-    gpt = _drawn(config) if folder is None else _loaded(config, folder)
-    if config.init is not None and folder is None:
-        take_weights(gpt, earlier_run(config.init, GPTConfig))
-    if config.lora is not None:
-        from ..hf import adapt, start_from
+class GPT(nnx.Module):
+    """A decoder-only language model: pre-norm, unit scaled, in any format of a policy."""
 
-        updated = cast("plain.GPT", gpt)
-        adapt(updated, config.lora, frozen=config.precision.frozen, seed=config.seed)
-        if folder is not None and config.lora.init is not None:
-            start_from(updated, config.lora, config.lora.init)
+    def __init__(self, config: GPTModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
+        assert config.context is not None, "a recipe fills in the longest sequence"
+        width, options = config.width, {"policy": policy, "rngs": rngs}
+        padding, learned = config.vocab_multiple, config.positions == "learned"
+        self.config = config
+        self.embed = nn.Embed(config.vocab, width, pad_to_multiple_of=padding, **options)
+        self.positions = nn.PositionalEmbed(config.context, width, **options) if learned else None
+        self.dropout = nn.Dropout(config.dropout, rngs=rngs)
+        self.stack = nn.TransformerStack(
+            config.layers,
+            width,
+            config.heads,
+            config.hidden,
+            num_kv_heads=config.kv_heads,
+            norm=config.norm,
+            activation="gelu" if config.mlp == "plain" else "silu_glu",
+            is_causal=True,
+            use_bias=config.bias,
+            **config.stack_options,
+            **options,
+        )
+        self.norm = (nn.RMSNorm if config.norm == "rms" else nn.LayerNorm)(width, policy=policy)
+        readout = None
+        if not config.tied_readout:
+            readout = nn.Readout(width, config.vocab, pad_to_multiple_of=padding, **options)
+        self.readout = readout
+
+    def __call__(self, ids: jax.Array, *, deterministic: bool = True, cache: Cache | None = None):
+        """Logits (batch, time, vocab) of the next token, a ScaledArray; with `cache` a new one."""
+        x, cache = self._states(self.embed(ids), ids, deterministic=deterministic, cache=cache)
+        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
+        return logits if cache is None else (logits, cache)
+
+    def _states(
+        self, x: Any, ids: jax.Array, *, deterministic: bool, cache: Cache | None = None
+    ) -> tuple[Any, Cache | None]:
+        """Compute the readout's inputs (batch, time, width) of embedded ids, and the new cache.
+
+        A cache holds one document: `document_end` in `ids` separates none there.
+        """
+        if self.positions is not None:
+            start = 0 if cache is None else cache[0].length
+            x = self.positions(x, start + jnp.arange(ids.shape[1]))
+        x = self.dropout(x, deterministic=deterministic)
+        if cache is None:
+            mask, end = None, self.config.document_end
+            if end is not None:
+                # Pairs of ids in one document, the id that ends it included.
+                ends = (ids == end).astype(jnp.int32)
+                document = jnp.cumsum(ends, axis=1) - ends
+                mask = (document[:, :, None] == document[:, None, :])[:, None]
+            x = self.stack(x, mask=mask, deterministic=deterministic)
+        else:
+            x, cache = self.stack.decode(x, cache)
+        return self.norm(x), cache
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """An empty cache for `length` tokens of each of `batch` sequences."""
+        return self.stack.init_cache(batch, length)
+
+    def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
+        x, readout = (
+            self.embed.tied(ids) if self.readout is None else (self.embed(ids), self.readout)
+        )
+        x, _ = self._states(x, ids, deterministic=deterministic)
+        return readout.cross_entropy(x, targets)
+
+
+def build(config: GPTConfig) -> Any:
+    """The GPT that a config describes, with the weights of `config.init` or drawn ones."""
+    shape = config.model.model_copy(update={"context": config.context})
+    if shape.library == "plain":
+        gpt = _plain(config, shape)
+    else:
+        gpt = GPT(shape, policy=make_policy(config.precision), rngs=nnx.Rngs(config.seed))
+    if config.init is not None and config.pretrained is None:
+        take_weights(gpt, earlier_run(config.init, GPTConfig))
     return gpt
 
 
-def _loaded(config: GPTConfig, folder: str) -> GPT:
-    from ..hf import load
-
-    pretrained = load(
-        folder,
-        "lm",
-        dropout=config.model.dropout,
-        dtype=jnp.dtype(config.precision.policy),
-        param_dtype=jnp.float32 if config.lora is None else None,
-        precision=config.precision,
-        remat=config.model.remat,
-        on_host=config.lora is not None,
-        seed=config.seed,
-    )
-    if pretrained.config != config.model:
-        raise RecipeError(
-            f"model: expected the shape of init {folder}; got another; read the config with "
-            "recipes.registry, which fills it in"
-        )
-    return _with_matmuls(cast("plain.GPT", pretrained.model), config)
-
-
-def _drawn(config: GPTConfig) -> GPT:
-    rngs = nnx.Rngs(config.seed)
-    shape = config.model.model_copy(update={"context": config.context})
-    if config.model.library != "plain":
-        return model.GPT(shape, policy=make_policy(config.precision), rngs=rngs)
-    from ..hf import plain
+def _plain(config: GPTConfig, shape: GPTModelConfig) -> Any:
+    """The plain GPT of `config.pretrained` or a drawn one, with its FP8 matmuls and LoRA."""
+    from ..hf import adapt, load, plain, start_from
 
     precision = config.precision
-    dtype = jnp.dtype(precision.policy)
-    gpt = plain.GPT(shape, dtype=dtype, precision=precision, rngs=rngs)
-    return _with_matmuls(gpt, config)
-
-
-def _with_matmuls(gpt: plain.GPT, config: GPTConfig) -> Any:
-    """The plain model with the FP8 matmuls of `config.precision.matmuls` in its layers."""
-    matmuls = config.precision.matmuls
-    if matmuls == "qwix":
+    options: dict[str, Any] = {"dtype": jnp.dtype(precision.policy), "precision": precision}
+    if config.pretrained is None:
+        gpt: Any = plain.GPT(shape, rngs=nnx.Rngs(config.seed), **options)
+    else:
+        gpt = load(
+            config.pretrained,
+            "lm",
+            dropout=shape.dropout,
+            param_dtype=jnp.float32 if config.lora is None else None,
+            remat=shape.remat,
+            on_host=config.lora is not None,
+            seed=config.seed,
+            **options,
+        ).model
+    if precision.matmuls == "qwix":
         return _through_qwix(gpt, config.data.sequence_length)
-    if matmuls is not None and not config.precision.scalify:
-        convert(gpt, {"layers.*": matmuls})
+    if precision.matmuls is not None and not precision.scalify:
+        nn.convert(gpt, {"layers.*": precision.matmuls})
+    if config.lora is not None:
+        adapt(gpt, config.lora, frozen=precision.frozen, seed=config.seed)
+        if config.pretrained is not None and config.lora.init is not None:
+            start_from(gpt, config.lora, config.lora.init)
     return gpt
 
 
-def _through_qwix(gpt: plain.GPT, length: int) -> Any:
-    """The products that `convert` takes, by qwix: E4M3, cotangents E5M2, scales by channel."""
-    try:
-        qwix: Any = importlib.import_module("qwix")  # optional
-    except ModuleNotFoundError as error:
-        raise RecipeError(
-            "precision.matmuls: expected qwix to be installed; it is not; pip install qwix, or set "
-            "precision.matmuls fp8_dynamic"
-        ) from error
+def _through_qwix(gpt: Any, length: int) -> Any:
+    """The matmuls that `convert` takes, by qwix: E4M3, cotangents E5M2, scales by channel."""
+    qwix: Any = importlib.import_module("qwix")  # optional
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    # The path of a layer with a weight: attention's own matmuls are left alone.
     rule = qwix.QtRule(
-        # The path of a layer with a weight: attention's own products are left alone.
-        module_path=r"layers/\d+/\w+/\w+",
-        weight_qtype=e4m3,
-        act_qtype=e4m3,
-        bwd_qtype=e5m2,
+        module_path=r"layers/\d+/\w+/\w+", weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2
     )
     return qwix.quantize_model(gpt, qwix.QtProvider([rule]), jnp.zeros((1, length), jnp.int32))
 
 
-def abstract_batch(config: GPTConfig) -> jax.ShapeDtypeStruct:
-    """Windows (batch, length + 1) of ids."""
-    shape = (config.data.batch_size, config.data.sequence_length + 1)
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def load_tokenizer(config: GPTConfig) -> Tokenizer:
-    """The tokenizer of the config."""
-    tokenizer = open_tokenizer(config.data)
-    require_vocab(tokenizer, config.model.vocab)
-    end = config.model.document_end
-    if end is not None and end != tokenizer.eos:
+def load_data(config: GPTConfig) -> Corpus:
+    """The text of the config, in windows."""
+    corpus, end = load_corpus(config.data, config.model.vocab), config.model.document_end
+    if end not in (None, corpus.tokenizer.eos):
         raise RecipeError(
             f"model.document_end: expected the id with which the tokenizer ends a document, "
-            f"{tokenizer.eos}; got {end}; set it to that id, or null where there is none"
+            f"{corpus.tokenizer.eos}; got {end}; set it to that id, or null where there is none"
         )
-    return tokenizer
+    return corpus
 
 
-def load_data(config: GPTConfig) -> Corpus | Mixture:
-    """The text of the config, in windows."""
-    return load_corpus(config.data, load_tokenizer(config))
-
-
-def closing(config: GPTConfig, data: Corpus | Mixture, model: GPT, folder: Path) -> Iterator[str]:
+def closing(config: GPTConfig, data: Corpus, model: Any, folder: Path) -> Iterator[str]:
     """A sample of the model's own text; of a Hugging Face folder, the tuned one or its adapter."""
-    settings = config.train
+    settings, pretrained = config.train, config.pretrained
     if settings.sample_tokens:
         writer = Writer.of_run(model, data.tokenizer, config.data.sequence_length)
-        text = writer(
-            settings.sample_prompt,
-            tokens=settings.sample_tokens,
-            seed=config.seed,
-            temperature=TEMPERATURE,
-        )
-        yield f"sample: {text}"
-    pretrained = config.pretrained
+        options: dict[str, Any] = {"tokens": settings.sample_tokens, "seed": config.seed}
+        yield f"sample: {writer(settings.sample_prompt, temperature=TEMPERATURE, **options)}"
     if pretrained is None:
         return
     from ..hf import load, save, save_adapter
 
     if config.lora is not None:
-        save_adapter(cast("plain.GPT", model), config.lora, folder / "adapter", pretrained)
+        save_adapter(model, config.lora, folder / "adapter", pretrained)
         yield f"the adapter, in files as PEFT has them, is in {folder / 'adapter'}"
     else:
         save(load(pretrained, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))

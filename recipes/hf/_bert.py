@@ -41,10 +41,7 @@ class _Same(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Ids (batch, time) to states (batch, time, width).
-
-    A ModernBERT has neither segments nor learned positions, and its first layer no attention norm.
-    """
+    """Ids (batch, time) to states (batch, time, width)."""
 
     def __init__(self, parts: Parts):
         config = self.config = parts.config
@@ -95,11 +92,9 @@ class Head(nnx.Module):
 class Bert(nnx.Module):
     """An encoder with the head of a task.
 
-    It is called with `ids`, int32 (batch, time), and optionally `segments` of the same shape (0 by
-    default) and `mask` (0 or False where there is padding). Logits are (batch, time, vocab) of each
-    token (masked_lm), (batch, time, 2) of the first and the last token of the answer
-    (question_answering), or (batch, classes) of the sequence (classification), which is read from
-    its first token or, as an option of ModernBERT, from the mean.
+    Takes `ids`, int32 (batch, time), and optionally `segments` (0 by default) and `mask` (0 or
+    False where there is padding). Logits are (batch, time, vocab) for masked_lm, (batch, time, 2)
+    of an answer's first and last token, or (batch, classes) from the first token or the mean.
     """
 
     def __init__(
@@ -145,11 +140,7 @@ class Bert(nnx.Module):
         return logits if self.bias is None else logits + self.bias[...]
 
     def loss(self, ids, segments, mask, *labels, deterministic=True) -> jax.Array:
-        """Return the mean cross entropy in nats over labels that are not negative.
-
-        Labels are (batch, time) for masked tokens, (batch,) for classes, and for an answer two of
-        (batch,), the positions of its first and last token.
-        """
+        """Return the mean cross entropy in nats over labels that are not negative."""
         logits = self(ids, segments, mask, deterministic=deterministic).astype(jnp.float32)
         wanted = labels[0]
         if len(labels) > 1:

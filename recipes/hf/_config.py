@@ -1,21 +1,16 @@
 """Supported models and tasks, and the shape of a model from its config.json.
 
-Sizes must be in the file; other keys default to what `transformers` takes for them. A key that is
-not known here is refused, as it may change what the model computes.
+Sizes must be in the file; other keys default to those of `transformers`. An unknown key is refused,
+as it may change what the model computes.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from ..config import (
     Count,
@@ -61,29 +56,19 @@ ENCODERS = tuple(kind for kind in ARCHITECTURES if kind not in DECODERS)
 
 # Keys that change nothing here: file names, ids, generation, dropout and other training, how a
 # model is run, heads that are not read, and second names.
-_INERT_KEYS = """
-_name_or_path name_or_path _commit_hash architectures auto_map model_type dtype torch_dtype prefix
-transformers_version transformers.js_config unsloth_version unsloth_fixed sentence_transformers
-is_llama_config _sliding_window_pattern tokenizer_class model_max_length tokenizer_model_max_length
-max_sequence_length bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id
-mask_token_id decoder_start_token_id id2label label2id num_labels _num_labels problem_type
-finetuning_task initializer_range attention_dropout gradient_checkpointing neftune_noise_alpha
-use_cache cache_implementation pretraining_tp torchscript attn_implementation _attn_implementation
-_attn_implementation_autoset _attn_implementation_internal chunk_size_feed_forward output_past
-keys_to_ignore_at_inference return_dict use_return_dict output_attentions output_hidden_states
-task_specific_params max_length min_length do_sample early_stopping num_beams num_beam_groups
-diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty output_scores
-no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
-return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
-exponential_decay_length_penalty suppress_tokens begin_suppress_tokens n_ctx resid_pdrop embd_pdrop
-attn_pdrop reorder_and_upcast_attn summary_type summary_use_proj summary_activation n_special
-summary_first_dropout summary_proj_to_labels predict_special_tokens attention_probs_dropout_prob
-classifier_dropout embedding_dropout directionality pooler_fc_size pooler_num_attention_heads
-pooler_num_fc_layers pooler_size_per_head pooler_type initializer_cutoff_factor layer_norm_eps
-deterministic_flash_attn reference_compile repad_logits_with_grad sparse_prediction
-sparse_pred_ignore_index sliding_window_size
-"""
-INERT = frozenset(_INERT_KEYS.split())
+INERT = re.compile(
+    r"_.*|.*transformers.*|.*_token_id|.*dropout.*|.*_pdrop|.*penalty|.*attn_impl.*|"
+    r"(bos|eos|forced|keys|num_beam|num_return|output|pooler|return_dict|summary|unsloth)_.*|"
+    r"(use_)?return_dict|use_cache|cache_implementation|num_beams|min_length|early_stopping|"
+    r"(tokenizer_model_|model_)?max_(sequence_)?length|do_sample|diversity_.*|temperature|"
+    r"top_[kp]|typical_p|(encoder_)?no_repeat_ngram_size|bad_words_ids|(begin_)?suppress_tokens|"
+    r"name_or_path|architectures|auto_map|model_type|(torch_)?dtype|prefix|is_llama_config|"
+    r"tokenizer_class|id2label|label2id|num_labels|problem_type|finetuning_task|initializer_.*|"
+    r"gradient_checkpointing|neftune_noise_alpha|pretraining_tp|torchscript|n_ctx|n_special|"
+    r"chunk_size_feed_forward|task_specific_params|remove_invalid_values|directionality|"
+    r"reorder_and_upcast_attn|predict_special_tokens|layer_norm_eps|deterministic_flash_attn|"
+    r"reference_compile|repad_logits_with_grad|sparse_pred.*|sliding_window_size"
+)
 
 
 def model_type(
@@ -98,11 +83,11 @@ def model_type(
         )
     # Such code may compute something else under the name of a standard class (MosaicBERT is a
     # "BertForMaskedLM" with ALiBi). A tokenizer's code is not needed, as tokenizer.json is read.
-    code = config.get("auto_map") or {}
-    if not isinstance(code, dict) or code.keys() - {"AutoTokenizer"}:
+    if {**(config.get("auto_map") or {})}.keys() - {"AutoTokenizer"}:
         raise RecipeError(
-            f"{path / CONFIG}: auto_map: expected no code for the model; got {clipped(code)}, "
-            "which is not run and may compute something else; if it does not, remove auto_map"
+            f"{path / CONFIG}: auto_map: expected no code for the model; got "
+            f"{clipped(config['auto_map'])}, which is not run and may compute something else; if "
+            "it does not, remove auto_map"
         )
     return kind
 
@@ -110,26 +95,14 @@ def model_type(
 def task_of(config: Mapping[str, Any], wanted: Task | None, path: Path) -> Task:
     """Return the requested task, or else that of the architecture in config.json."""
     kind = model_type(config, path)
-    by_name: dict[Any, Task | None] = {
-        name: task for task, names in ARCHITECTURES[kind].items() for name in names
-    }
+    names: Any = {name: task for task, own in ARCHITECTURES[kind].items() for name in own}
     tasks: list[Any] = [task for task in ARCHITECTURES[kind] if task is not None]
-    if wanted is not None and wanted not in tasks:
+    (name,) = (config.get("architectures") or [None])[:1]
+    task: Any = wanted or names.get(name) or (tasks[0] if len(tasks) == 1 else None)
+    if task not in tasks or name not in (None, *names):
         raise RecipeError(
-            f"{path}: expected a task of {kind}, {' or '.join(tasks)}; got {wanted!r}; load "
-            "another folder or choose another task"
-        )
-    name = (config.get("architectures") or [None])[0]
-    if name is not None and name not in by_name:
-        raise RecipeError(
-            f"{path / CONFIG}: expected an architecture of {', '.join(by_name)}; got {name!r}; no "
-            "other is supported"
-        )
-    task = wanted or by_name.get(name, tasks[0] if len(tasks) == 1 else None)
-    if task is None:
-        raise RecipeError(
-            f"{path / CONFIG}: expected an architecture with a task; got {name!r}; choose the "
-            f"task, {' or '.join(tasks)}"
+            f"{path / CONFIG}: expected a task of {kind}, {' or '.join(tasks)}, and one of "
+            f"{', '.join(names)}; got {wanted!r} and {name!r}; choose another task or folder"
         )
     return task
 
@@ -139,34 +112,29 @@ def validated(
     values: Mapping[str, Any],
     path: Path,
     *,
-    key: str = "",
-    inert: Set[str] | None = None,
+    inert: re.Pattern[str] | None = None,
     file: str = CONFIG,
 ) -> Any:
-    """Validate a JSON file in the folder `path`, or its section `key`, against a pydantic schema.
+    """Validate a JSON file in the folder `path` against a pydantic schema.
 
-    With `inert`, a key that is in neither it nor the schema is refused if it is not null or false.
+    With `inert`, a key that neither it nor the schema knows is refused if it is not null or false.
     """
     if inert is not None:
         own = {field.alias or name for name, field in schema.model_fields.items()}
         for name, value in values.items():
-            if name not in inert | own and value:
+            if value and name not in own and not inert.fullmatch(name):
                 raise RecipeError(
-                    f"{path / file}: {name}: expected no key that is not known here; got "
-                    f"{clipped(value)}, which may change what the model computes; if it does not, "
-                    "remove it"
+                    f"{path / file}: {name}: expected no unknown key; got {clipped(value)}, which "
+                    "may change what the model computes; if it does not, remove it"
                 )
     try:
         return schema(**values)
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(map(str, (*([key] if key else []), *problem["loc"]))) or "the shape"
-        expected = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
-            expected = "no such key"
+        where = ".".join(map(str, problem["loc"])) or "the shape"
         got = "" if problem["type"] == "value_error" else f"; got {clipped(problem['input'])}"
         raise RecipeError(
-            f"{path / file}: {where}: expected {expected}{got}; no other variant is supported"
+            f"{path / file}: {where}: {problem['msg']}{got}; no other variant is supported"
         ) from error
 
 
@@ -180,47 +148,39 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 # Rotary positions and windows
 
-
-class _RopeFile(BaseModel):
-    """`rope_parameters`, or the older `rope_scaling`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    scaling: Literal["default", "linear", "llama3", "yarn"] = Field("default", alias="rope_type")
-    base: Positive | None = Field(None, alias="rope_theta")
-    factor: Positive | None = None
-    low_factor: Positive | None = Field(None, alias="low_freq_factor")
-    high_factor: Positive | None = Field(None, alias="high_freq_factor")
-    context: Count | None = Field(None, alias="original_max_position_embeddings")
-    attention_factor: Positive | None = None
-    fast: Positive | None = Field(None, alias="beta_fast")
-    slow: Positive | None = Field(None, alias="beta_slow")
-    truncate: Flag = True
+_ROPE_KEYS = {
+    "type": "scaling",
+    "rope_type": "scaling",
+    "rope_theta": "base",
+    "low_freq_factor": "low_factor",
+    "high_freq_factor": "high_factor",
+    "original_max_position_embeddings": "context",
+    "beta_fast": "fast",
+    "beta_slow": "slow",
+}
+_NEEDED = {"linear": {"factor"}, "yarn": {"factor"}}
+_NEEDED["llama3"] = {"factor", "low_freq_factor", "high_freq_factor"}
 
 
-def _rope(values: Mapping[str, Any], base: float, context: int, path: Path, key: str) -> RopeConfig:
-    """Read rotary positions; `base` and `context` are defaults for the section `key`."""
-    kind = values.get("rope_type", values.get("type", "default"))
-    given = {name: value for name, value in values.items() if name != "type"}
-    file = validated(_RopeFile, given | {"rope_type": kind}, path, key=key)
-    shape = {"base": base} | file.model_dump(exclude_none=True)
+def _rope(values: Mapping[str, Any], base: float, context: int, path: Path) -> RopeConfig:
+    """Read `rope_parameters`, or the older `rope_scaling`; `base` and `context` are defaults."""
+    given = {name: value for name, value in values.items() if value is not None}
+    shape: Any = {"base": base} | {_ROPE_KEYS.get(name, name): x for name, x in given.items()}
+    kind = shape.get("scaling", "default")
     if kind == "default":
         return RopeConfig(base=shape["base"])
-    needed = {"factor": "factor"}
-    if kind == "llama3":
-        needed |= {"low_factor": "low_freq_factor", "high_factor": "high_freq_factor"}
-    if missing := [theirs for ours, theirs in needed.items() if ours not in shape]:
+    if missing := _NEEDED.get(kind, set()) - given.keys():
         raise RecipeError(
-            f"{path / CONFIG}: {key}: expected rope_type {kind} with {', '.join(missing)}; got "
-            f"{clipped(dict(values))}; copy the file again"
+            f"{path / CONFIG}: expected rope_type {kind} with {', '.join(sorted(missing))}; got "
+            f"{clipped(given)}; copy the file again"
         )
-    if kind in ("llama3", "yarn"):
+    if kind != "linear":
         shape.setdefault("context", context)
     if kind != "yarn":
         shape.pop("attention_factor", None)
-    elif file.factor > 1:  # Peng et al., 2023, YaRN, section 3.4: of queries and keys
-        shape.setdefault("attention_factor", 0.1 * math.log(file.factor) + 1)
-    return validated(RopeConfig, shape, path, key=key)
+    elif shape["factor"] > 1:  # Peng et al., 2023, YaRN, section 3.4: of queries and keys
+        shape.setdefault("attention_factor", 0.1 * math.log(shape["factor"]) + 1)
+    return validated(RopeConfig, shape, path)
 
 
 def _ropes(
@@ -230,11 +190,10 @@ def _ropes(
     kinds = {"full_attention": ("rope", whole), "sliding_attention": ("local_rope", local)}
     if extra := given.keys() - kinds.keys():
         raise RecipeError(
-            f"{path / CONFIG}: rope_parameters: expected {' and '.join(kinds)}; got "
-            f"{min(extra)}; copy the file again"
+            f"{path / CONFIG}: rope_parameters: expected {' and '.join(kinds)}; got {min(extra)}"
         )
     return {
-        name: _rope(given.get(kind) or {}, base, context, path, f"rope_parameters.{kind}")
+        name: _rope(given.get(kind) or {}, base, context, path)
         for kind, (name, base) in kinds.items()
     }
 
@@ -267,8 +226,7 @@ class _Sizes(BaseModel):
 
 def _shape(schema: Any, file: Any, path: Path, variant: Any, **own: Any) -> Any:
     """Build the config of a model from a file; `variant`, of its decoder, and `own` go first."""
-    if variant is not None:
-        variant = file.model_dump(include=set(DecoderConfig.model_fields)) | variant
+    variant = file.model_dump(include=set(DecoderConfig.model_fields)) | variant
     shape = {
         "library": "plain",
         "mlp_ratio": (file.hidden or 4 * file.width) / file.width,
@@ -361,14 +319,11 @@ _FAMILY: dict[str, type[_Decoder]] = {
 
 def _usual_window(kind: str, file: Any, index: int) -> bool:
     """Return True if a layer is local, where there are no `layer_types`."""
-    if kind == "mistral":
-        return file.window is not None
-    if kind in ("qwen2", "qwen3"):
-        windowed = file.use_sliding_window and file.window is not None
-        return windowed and index >= file.max_window_layers
-    if kind == "gemma2":
-        return index % 2 == 0
-    return kind == "gemma3_text" and (index + 1) % file.sliding_window_pattern != 0
+    if kind.startswith("qwen"):
+        return file.use_sliding_window and bool(file.window) and index >= file.max_window_layers
+    if kind == "gemma3_text":
+        return (index + 1) % file.sliding_window_pattern != 0
+    return (kind == "mistral" and bool(file.window)) or (kind == "gemma2" and index % 2 == 0)
 
 
 def _family(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
@@ -381,9 +336,8 @@ def _family(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
         bases = file.rope_theta or 1e6, file.rope_local_base_freq
         ropes = _ropes(file.rope_parameters or {}, *bases, file.context, path)
     else:
-        key = "rope_scaling" if file.rope_scaling else "rope_parameters"
         given = file.rope_scaling or file.rope_parameters or {}
-        ropes = {"rope": _rope(given, file.rope_theta or 1e4, file.context, path, key)}
+        ropes = {"rope": _rope(given, file.rope_theta or 1e4, file.context, path)}
     decoder = {
         "head_dim": file.head_dim or file.width // file.heads,
         "biases": ("qkv",) if kind == "qwen2" else _biases(file),
@@ -403,15 +357,11 @@ def _family(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
 def _gpt2(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
     file = validated(_Gpt2, config, path, inert=INERT)
     own = {"norm": "layer", "bias": True, "positions": "learned"}
-    return _shape(GPTModelConfig, file, path, None, **own)
+    return _shape(GPTModelConfig, file, path, {}, **own)
 
 
 class EncoderConfig(GPTModelConfig):
-    """The shape of a BERT, RoBERTa or ModernBERT, and of its heads.
-
-    A ModernBERT has the layers of a GPT, without a causal mask. `decoder.window` counts the tokens
-    on one side that a local layer attends to, its own included.
-    """
+    """The shape of a BERT, RoBERTa or ModernBERT (with `decoder`'s layers), and of its heads."""
 
     modern: Flag = False
     segments: Count = 2
@@ -465,12 +415,11 @@ class _ModernBert(_Sizes):
 
 def _classes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the number of classes and their labels in the order of ids, as far as stated."""
-    names = config.get("id2label")
-    if not isinstance(names, dict):
-        return {"classes": config["num_labels"]} if config.get("num_labels") else {}
+    names = config.get("id2label") or {}
     ids = [str(index) for index in range(len(names))]
     labels = tuple(str(names[index]) for index in ids) if names.keys() == {*ids} else ()
-    return {"classes": len(names), "labels": labels} if names else {}
+    count = len(names) or config.get("num_labels")
+    return {"classes": count, "labels": labels} if count else {}
 
 
 def _bert(config: Mapping[str, Any], path: Path) -> EncoderConfig:
@@ -480,13 +429,7 @@ def _bert(config: Mapping[str, Any], path: Path) -> EncoderConfig:
         own |= {"padding": 1 if file.pad_token_id is None else file.pad_token_id}
     else:
         own |= {"head_activation": file.activation}
-    shape = _shape(EncoderConfig, file, path, {}, **own)
-    if shape.longest < 1:
-        raise RecipeError(
-            f"{path / CONFIG}: pad_token_id: expected less than max_position_embeddings - 1, as "
-            f"positions count from it; got {shape.padding} and {shape.context}; correct the file"
-        )
-    return shape
+    return _shape(EncoderConfig, file, path, {}, **own)
 
 
 def _modernbert(config: Mapping[str, Any], path: Path) -> EncoderConfig:
@@ -512,13 +455,15 @@ def shape_in(config: Mapping[str, Any], path: Path) -> Any:
 
 def shape_of_decoder(folder: str) -> GPTModelConfig:
     """Read the shape of the decoder in a folder; only config.json is opened."""
-    config, path = read_config(Path(folder)), Path(folder)
-    model_type(config, path, DECODERS)
-    return shape_in(config, path)
+    return _shape_of(Path(folder), DECODERS)
 
 
 def shape_of_bert(folder: str) -> EncoderConfig:
     """Read the shape of the encoder in a folder; only config.json is opened."""
-    config, path = read_config(Path(folder)), Path(folder)
-    model_type(config, path, ENCODERS)
+    return _shape_of(Path(folder), ENCODERS)
+
+
+def _shape_of(path: Path, kinds: Collection[str]) -> Any:
+    config = read_config(path)
+    model_type(config, path, kinds)
     return shape_in(config, path)

@@ -21,33 +21,27 @@ _TEXTS = (
     *(CONFIG, "tokenizer.json", INDEX, GENERATION, TOKENS, "special_tokens_map.json", TEMPLATE),
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The contents of a folder, as needed to write it again.
-
-    `texts` are the small files by name, and `files` the metadata and the names of the tensors of
-    each safetensors file. `ends` are the token ids that end a text.
-    """
+    """The contents of a folder, as needed to write it again."""
 
     path: Path
     config: dict[str, Any]
-    texts: dict[str, bytes]
-    files: dict[str, tuple[dict[str, str] | None, list[str]]]
+    texts: dict[str, bytes]  # small files
+    files: dict[str, tuple[dict[str, str] | None, list[str]]]  # metadata and names of tensors
     tensors: dict[str, np.ndarray]
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # token ids that end a text
 
 
 def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model") -> dict[str, Any]:
     """Read config.json of a folder, or another JSON file that the folder must have."""
     if not (path / name).is_file():
-        got = "a file" if path.is_file() else f"one without {name}" if path.exists() else "nothing"
+        got = f"one without {name}" if path.exists() else "nothing"
         raise RecipeError(
-            f"{path}: expected the folder of a {what}, with {name}; got {got}; give the folder "
-            "that has it, or copy the whole folder"
+            f"{path}: expected the folder of a {what}, with {name}; got {got}; copy the folder"
         )
     return _read_json(path / name)
 
@@ -83,13 +77,10 @@ def write_folder(path: Path, folder: Folder, tensors: Mapping[str, np.ndarray]) 
 def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarray]]:
     """Read the metadata and the tensors of a safetensors file."""
     if not path.is_file():
-        if pickle := next((file for end in _PICKLES for file in path.parent.glob(end)), None):
-            raise RecipeError(
-                f"{path.parent}: expected {path.name}; got the pickle file {pickle.name}, which "
-                "can run any code and is not read; where it is trusted, convert it with "
-                "from_pretrained(...).save_pretrained(...) of transformers or peft"
-            )
-        raise RecipeError(f"{path.parent}: expected {path.name}; got no such file; copy the folder")
+        raise RecipeError(
+            f"{path.parent}: expected {path.name}; got no such file; copy the whole folder, or "
+            "convert pickles, which are not read, by save_pretrained of transformers or peft"
+        )
     try:
         with safe_open(path, "np") as file:
             return file.metadata(), {name: file.get_tensor(name) for name in sorted(file.keys())}
@@ -115,18 +106,14 @@ def _shards(path: Path) -> list[str]:
     if (path / SINGLE).is_file() or not (path / INDEX).is_file():
         return []
     index = _read_json(path / INDEX).get("weight_map")
-    if not isinstance(index, dict) or not index:
+    files = sorted({*map(str, index.values())}) if isinstance(index, dict) else []
+    missing = [name for name in files if Path(name).name != name or not (path / name).is_file()]
+    if missing or not files:
         raise RecipeError(
-            f"{path / INDEX}: expected weight_map, from tensors to files; got {index!r}; copy the "
-            "file again"
+            f"{path / INDEX}: expected weight_map with names of files beside it; got "
+            f"{missing[0] if missing else index!r}; copy the whole folder"
         )
-    for file in index.values():
-        if not isinstance(file, str) or Path(file).name != file or not (path / file).is_file():
-            raise RecipeError(
-                f"{path / INDEX}: expected the name of a file beside it; got {file!r}, which is "
-                "not there; copy the whole folder"
-            )
-    return sorted(set(index.values()))
+    return files
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -135,31 +122,20 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise RecipeError(f"{file}: expected JSON; got {error}; copy the file again") from error
     if not isinstance(content, dict):
-        raise RecipeError(
-            f"{file}: expected a JSON object; got {type(content).__name__}; copy the file again"
-        )
+        raise RecipeError(f"{file}: expected a JSON object; got {type(content).__name__}")
     return content
 
 
 def chat_prompt(folder: str, message: str) -> str:
-    """Format a user's message with the chat template of a folder, in Jinja's sandbox.
-
-    Raises:
-      RecipeError: The folder has no template, it cannot be rendered, or jinja2 is not installed.
-    """
+    """Format a user's message with the chat template of a folder, in Jinja's sandbox."""
     try:
         jinja: Any = importlib.import_module("jinja2")  # optional
         sandbox: Any = importlib.import_module("jinja2.sandbox")
     except ModuleNotFoundError as error:
-        raise RecipeError(
-            '--chat: expected jinja2 to be installed; it is not; pip install "unitscale[hf]", or '
-            "leave out --chat"
-        ) from error
+        raise RecipeError('--chat needs jinja2: pip install "unitscale[hf]"') from error
     path = Path(folder)
     tokens = _read_json(path / TOKENS) if (path / TOKENS).is_file() else {}
     template = tokens.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        template = {one.get("name"): one.get("template") for one in template}.get("default")
     if (path / TEMPLATE).is_file():
         template = read_text(path / TEMPLATE, "--chat", "copy the whole folder")
     if not isinstance(template, str):
@@ -184,6 +160,5 @@ def chat_prompt(folder: str, message: str) -> str:
         )
     except jinja.TemplateError as error:
         raise RecipeError(
-            f"{path}: expected a chat template that takes one message of a user; got: {error}; "
-            "write the prompt out, and leave out --chat"
+            f"{path}: the chat template failed: {error}; write the prompt out, without --chat"
         ) from error

@@ -16,13 +16,7 @@ from unitscale import to_array
 from ..config import GPTModelConfig, PrecisionConfig
 from ..errors import RecipeError
 from ._bert import Bert
-from ._config import (
-    ARCHITECTURES,
-    EncoderConfig,
-    Task,
-    shape_in,
-    task_of,
-)
+from ._config import ARCHITECTURES, EncoderConfig, Task, shape_in, task_of
 from ._folder import CONFIG, FLOATS, INDEX, SINGLE, Folder, read_folder, write_folder
 from ._lora import merge_adapter
 from ._names import Table, full_name, head_part, is_unused, table_of
@@ -65,23 +59,21 @@ def load(
 
     Args:
       folder: Has config.json and model.safetensors (or shards with their index).
-      task: "lm" for a decoder; "masked_lm", "question_answering" or "classification" for BERT. None
-        takes that of the architecture that config.json names.
+      task: None takes that of the architecture that config.json names.
       new_head: Draw the head of the task where the folder has none; its own pooler is kept.
       classes: Labels of a new classification head; None for those of config.json.
-      dropout: Share of activations dropped in training, attention weights excepted; None for that
-        of config.json (BERT) or none (decoders).
+      dropout: Share of activations dropped in training; None for that of config.json.
       dtype: Type of activations.
       param_dtype: Type of parameters; None keeps the types of the files.
       precision: Whether linear layers multiply in FP8 under `unitscale.scalify`.
-      remat: `model.remat` of a decoder; None for "none".
+      remat: `model.remat` of a decoder.
       adapter: The folder of a LoRA adapter to add to a decoder's weights, as PEFT writes it.
       on_host: Leave parameters in the memory of the host, as NumPy arrays for `adapt`.
       seed: Seed of a new head and of dropout.
 
     Raises:
-      RecipeError: A file is missing or damaged, the weights are pickle files, the architecture is
-        not supported, or tensors are missing, unknown or of other shapes; the message names them.
+      RecipeError: A file is missing or damaged, the architecture is not supported, or tensors are
+        missing, unknown or of other shapes.
     """
     source = read_folder(Path(folder))
     task = task_of(source.config, task, source.path)
@@ -96,25 +88,21 @@ def load(
         options["rngs"] = nnx.Rngs(params=seed, dropout=seed)
         return GPT(config, **options) if task == "lm" else Bert(config, task, **options)
 
-    model: Any = None if on_host else make()
     if on_host:  # parameters are shapes until they are filled; other state is initialized
         graphdef, params, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
         rest = jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))()
-        model = nnx.merge(graphdef, params, rest)
+        model: Any = nnx.merge(graphdef, params, rest)
+    else:
+        model = make()
     table = table_of(kind, task, values_by_path(nnx.state(model, nnx.Param)).keys())
     drawn = _missing(table, kind, source, task, new_head)
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
         raise RecipeError(
-            f"{source.path}: expected classes to be None or that of the folder; got {classes}; "
-            "remove it, or load a folder without a head and draw a new one"
+            f"{source.path}: expected the classes of the folder's head; got {classes}; draw a new "
+            "head for a folder without one"
         )
     _fill(model, table, source, param_dtype, np if on_host else jnp)
     if adapter is not None:
-        if not isinstance(model, GPT):
-            raise RecipeError(
-                f"{source.path}: expected a decoder, which an adapter is for; got {kind}; load it "
-                "without an adapter"
-            )
         merge_adapter(model, adapter)
     return Pretrained(model, config, task, drawn, source, table)
 
@@ -126,9 +114,6 @@ def save(
     labels: Sequence[str] | None = None,
 ) -> None:
     """Write a model's folder: the same files, with the same names, shapes and types of tensors.
-
-    With a new head there is one model.safetensors, without the heads of other tasks, and
-    config.json names the new architecture.
 
     Args:
       pretrained: From `load`.
@@ -160,7 +145,6 @@ def save(
 
 
 def values_by_path(state: Any) -> dict[str, Any]:
-    """Return the values of a state's variables by dotted path."""
     return {".".join(map(str, p)): leaf.get_value() for p, leaf in nnx.to_flat_state(state)}
 
 
@@ -173,15 +157,11 @@ def _missing(
     missing = [name for name in needed if name not in names.values()]
     # Whole parts of the head: a classifier is new on a pooler that is there.
     gone = {head_part(name) for name in missing}
-    if missing != [name for name in needed if table[name].head and head_part(name) in gone]:
+    head = [name for name in needed if table[name].head and head_part(name) in gone]
+    if missing and (missing != head or not new_head):
+        todo = "choose its own task, or draw a new head" if missing == head else "copy the folder"
         raise RecipeError(
-            f"{source.path}: expected every tensor of the model; {_list(missing)} missing; "
-            "copy the whole folder"
-        )
-    if missing and not new_head:
-        raise RecipeError(
-            f"{source.path}: expected the head of task {task}; got none of {_list(missing)}; "
-            "choose the task that it was trained for, or draw a new head"
+            f"{source.path}: expected all tensors for task {task}; {_list(missing)} missing; {todo}"
         )
     others = (name for name, full in names.items() if full not in table)
     if extra := sorted(name for name in others if not is_unused(names[name], kind)):
@@ -193,8 +173,7 @@ def _missing(
 
 
 def _list(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more}"
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, library: Any) -> None:
@@ -220,9 +199,8 @@ def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, lib
                 variables[path].set_value(library.asarray(value, param_dtype or value.dtype))
             elif source.tensors[filled[path]].tobytes() != array.tobytes():
                 raise RecipeError(
-                    f"{source.path}: expected {filled[path]} and {name} to be equal, as they are "
-                    f"tied; got different numbers; set tie_word_embeddings false in {CONFIG} if "
-                    "they are not"
+                    f"{source.path}: {filled[path]} and {name} are tied but differ; set "
+                    f"tie_word_embeddings false in {CONFIG} if they are not tied"
                 )
 
 

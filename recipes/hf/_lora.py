@@ -1,7 +1,6 @@
 """Low-rank updates (LoRA) of a plain decoder, and adapter files in PEFT's format.
 
-The model's own weights are frozen, in FP8 if asked for. An update is of one tensor of the folder's
-files: GPT-2's query, key and value are one tensor, so that they share the first matrix.
+An update belongs to one tensor of the files: GPT-2's query, key and value share their first matrix.
 """
 
 import json
@@ -79,12 +78,8 @@ class UpdatedLinear(nnx.Module):
 def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int = 0) -> None:
     """Freeze a model's weights and add low-rank updates to the layers of `lora.targets`, in place.
 
-    The function stays that of the frozen weights: b is zero, and a uniform within 1 / sqrt(in).
-    Frozen matrices take the model's dtype, or linear layers that of `frozen`; vectors are
-    float32.
-
-    Raises:
-      RecipeError: The model has no such layers, or only some of those of one tensor are named.
+    b is zero, and a uniform within 1 / sqrt(in). Frozen matrices take the model's dtype, or linear
+    layers that of `frozen`; vectors are float32.
     """
     updated = updated_tensors(model.config, lora)
     for layer in model.layers if frozen is not None else ():
@@ -117,16 +112,15 @@ def _place(model: GPT, path: str) -> tuple[Any, str]:
 
 
 def _layer(model: GPT, path: str) -> Any:
-    """Return the layer that holds a kernel."""
     return getattr(*_place(model, path))
 
 
 def _kind(shape: GPTModelConfig) -> str:
-    return "gpt2" if shape.decoder is None else "llama"
+    return "gpt2" if shape.positions == "learned" else "llama"
 
 
 def _linears(shape: GPTModelConfig) -> Table:
-    """Return the tensors that can be updated, the layers' kernels, by name without `.weight`."""
+    """Return the tensors of the layers' kernels, by name without `.weight`."""
     kernels = [f"layers.{i}.{name}.kernel" for i in range(shape.layers) for name in _LINEARS]
     table = table_of(_kind(shape), "lm", kernels)
     by_layer = sorted(table, key=lambda name: int(table[name].paths[0].split(".")[1]))
@@ -134,27 +128,20 @@ def _linears(shape: GPTModelConfig) -> Table:
 
 
 def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
-    """Return the tensors that hold the layers of `lora.targets`.
-
-    Raises:
-      RecipeError: The model has no such layers, or only some of those of one tensor are named.
-    """
-    wanted, known, chosen = set(lora.targets), set[str](), {}
+    """Return the tensors that hold the layers of `lora.targets`, each of them whole."""
+    got, known, chosen = ", ".join(lora.targets), set[str](), {}
     for name, tensor in _linears(shape).items():
-        own = [path.split(".")[-2] for path in tensor.paths]
-        known |= set(own)
-        if wanted.issuperset(own):
+        own = {path.split(".")[-2]: None for path in tensor.paths}
+        known |= own.keys()
+        if own.keys() <= {*lora.targets}:
             chosen[name] = tensor
-        elif not wanted.isdisjoint(own):
+        elif own.keys() & {*lora.targets}:
             raise RecipeError(
                 f"lora.targets: expected all of {', '.join(own)} or none, as {name} is one tensor "
-                f"of them; got {', '.join(lora.targets)}; add the others"
+                f"of them; got {got}; add the others"
             )
-    if wanted - known:
-        raise RecipeError(
-            f"lora.targets: expected some of {', '.join(sorted(known))}, which the model has; got "
-            f"{', '.join(lora.targets)}; remove {', '.join(sorted(wanted - known))}"
-        )
+    if {*lora.targets} - known:
+        raise RecipeError(f"lora.targets: expected some of {', '.join(sorted(known))}; got {got}")
     return chosen
 
 
@@ -174,12 +161,11 @@ class _File(BaseModel):
 
 
 # Keys that say how an adapter was made, not what it computes.
-_INERT = {
-    *("task_type", "auto_mapping", "base_model_name_or_path", "peft_version", "revision"),
-    *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform"),
-    *("layers_pattern", "lora_dropout", "fan_in_fan_out", "megatron_core", "loftq_config"),
-    *("eva_config", "runtime_config", "qalora_group_size"),
-}
+_INERT = re.compile(
+    r"task_type|auto_mapping|base_model_name_or_path|peft_version|revision|inference_mode|"
+    r"(target|exclude)_modules|layers_.*|lora_dropout|fan_in_fan_out|megatron_core|"
+    r"(loftq|eva|runtime)_config|qalora_group_size"
+)
 
 
 def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
@@ -196,7 +182,7 @@ def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         # The last two parts of a name, as GPT-2 has a c_proj in attention and one in the MLP.
         "target_modules": sorted({".".join(name.split(".")[-2:]) for name in updated}),
@@ -222,25 +208,17 @@ def merge_adapter(model: GPT, folder: str | Path) -> None:
 
 
 def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:
-    """Set the updates of an adapted model to those of a folder.
-
-    Raises:
-      RecipeError: The folder has no such adapter, or its rank, alpha or layers are not `lora`'s.
-    """
+    """Set the updates of an adapted model to those of a folder, which must be `lora`'s."""
     updates, updated = _read_adapter(Path(folder), model), updated_tensors(model.config, lora)
-    if odd := sorted(updates.keys() ^ updated.keys()):
+    found = {(a.shape[1], scale * a.shape[1]) for a, _, scale in updates.values()}
+    if updates.keys() != updated.keys() or found != {(lora.rank, lora.alpha)}:
         raise RecipeError(
-            f"lora.targets: expected those of lora.init {folder}; got {', '.join(lora.targets)}, "
-            f"and {'no ' if odd[0] in updated else ''}{odd[0]} in {WEIGHTS}; correct lora.targets"
+            f"lora: expected the targets, rank and alpha of lora.init {folder}, which updates "
+            f"{', '.join(sorted({name.split('.')[-1] for name in updates}))} with (rank, alpha) "
+            f"{sorted(found)}; got {', '.join(lora.targets)} with {(lora.rank, lora.alpha)}; "
+            "correct lora"
         )
-    for name, (a, b, scale) in updates.items():
-        rank = a.shape[1]
-        for key, wanted, got in (("rank", rank, lora.rank), ("alpha", scale * rank, lora.alpha)):
-            if wanted != got:
-                raise RecipeError(
-                    f"lora.{key}: expected {wanted:g}, that of {name} in lora.init {folder}; got "
-                    f"{got:g}; set lora.{key}={wanted:g}"
-                )
+    for name, (a, b, _) in updates.items():
         for path, piece in updated[name].split(b).items():
             layer = _layer(model, path)
             layer.lora_a.set_value(jnp.asarray(a))
@@ -253,31 +231,25 @@ def _read_adapter(folder: Path, model: GPT) -> dict[str, tuple[np.ndarray, np.nd
     config = validated(_File, given, folder, inert=_INERT, file=CONFIG)
     known, parts = _linears(model.config), {}
     for name, array in read_tensors(folder / WEIGHTS)[1].items():
-        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
-        layer = full_name(match[1], _kind(model.config)) if match else ""
-        if match is None or layer not in known:
+        stem, _, part = name.removesuffix(".weight").rpartition(".lora_")
+        layer = full_name(stem.removeprefix("base_model.model."), _kind(model.config))
+        if layer not in known or part not in ("A", "B"):
             raise RecipeError(
                 f"{folder / WEIGHTS}: expected lora_A and lora_B of linear layers of the model, "
-                f"such as {next(iter(known))}; got {name}; give an adapter of such layers of this "
-                "model"
+                f"such as {next(iter(known))}; got {name}; give an adapter of such layers"
             )
-        parts.setdefault(layer, {})[match[2]] = np.asarray(array, np.float32).T
+        parts.setdefault(layer, {})[part] = np.asarray(array, np.float32).T
     updates = {}
     for layer, pair in parts.items():
-        if len(pair) < 2:
-            raise RecipeError(
-                f"{folder / WEIGHTS}: expected lora_A and lora_B of {layer}; got lora_{min(pair)} "
-                "alone; copy the file again"
-            )
-        a, b = pair["A"], pair["B"]
         kernels = [_layer(model, path).kernel.get_value().shape for path in known[layer].paths]
         inputs, outputs = kernels[0][0], sum(kernel[1] for kernel in kernels)
-        rank = a.shape[-1] if config.rank_pattern else config.r
-        if (a.shape, b.shape) != ((inputs, rank), (rank, outputs)):
+        rank = pair["A"].shape[-1] if config.rank_pattern and "A" in pair else config.r
+        wanted = {"A": (inputs, rank), "B": (rank, outputs)}
+        if (found := {part: array.shape for part, array in pair.items()}) != wanted:
             raise RecipeError(
-                f"{folder / WEIGHTS}: expected {layer} with lora_A {[rank, inputs]} and lora_B "
-                f"{[outputs, rank]}, by {CONFIG} and the model; got {[*a.T.shape]} and "
-                f"{[*b.T.shape]}; give an adapter of this model, with its own {CONFIG}"
+                f"{folder / WEIGHTS}: expected {layer} with transposed lora_A and lora_B of "
+                f"{wanted}, by {CONFIG} and the model; got {found}; give an adapter of this model"
             )
-        updates[layer] = a, b, config.lora_alpha / (rank**0.5 if config.use_rslora else rank)
+        scale = config.lora_alpha / (rank**0.5 if config.use_rslora else rank)
+        updates[layer] = pair["A"], pair["B"], scale
     return updates

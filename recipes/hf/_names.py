@@ -10,10 +10,9 @@ from ._config import Task
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file and the parameters in it, as dotted paths in the model.
+    """A tensor of a file and the parameters side by side on its last axis, as dotted paths.
 
-    Several parameters lie side by side on the last axis. A tied tensor may be left out, as another
-    one holds the same parameter; `head` marks those of the head of a task.
+    A tied tensor may be left out; `head` marks those of the head of a task.
     """
 
     paths: tuple[str, ...]
@@ -172,12 +171,7 @@ def _paths(modules: str, part: str, parameters: Collection[str]) -> tuple[str, .
 
 
 def full_name(name: str, kind: str) -> str:
-    """Return the name of a tensor in the table, given its name in a file.
-
-    Example:
-      >>> full_name("embeddings.LayerNorm.gamma", "bert")  # BERT, old
-      'bert.embeddings.LayerNorm.weight'
-    """
+    """Return the name of a tensor in the table, given its name in a file, maybe an old one."""
     tables = (_BODIES[kind], *_HEADS[kind].values())
     tops = [known.split(".")[0] for table in tables for known in table]
     if name.split(".")[0] not in tops:  # a bare model leaves the first part out

@@ -1,6 +1,6 @@
 """The GPT in plain `flax.nnx`: the baseline that the unitscale model is measured against.
 
-The same pre-norm decoder as `recipes.gpt.model` (positions, MLPs, grouped-query attention, key and
+The same pre-norm decoder as `recipes.gpt.task` (positions, MLPs, grouped-query attention, key and
 value cache), with GPT-2's initialisation and neither scales nor loss scaling. With `config.decoder`
 it is also any decoder of the Llama family. Its layers make up other plain models too.
 """
@@ -83,10 +83,7 @@ def frequencies(size: int, rope: RopeConfig) -> np.ndarray:
 def rotate(
     x: jax.Array, positions: jax.Array, frequency: np.ndarray, factor: float = 1.0
 ) -> jax.Array:
-    """Rotate x (batch, time, heads, head_dim) at positions (time,), and multiply it by `factor`.
-
-    Feature i and feature i + head_dim / 2 are a pair.
-    """
+    """Rotate pairs of features i, i + head_dim / 2 of x (batch, time, heads, head_dim)."""
     angle = positions[:, None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if factor != 1:
@@ -101,11 +98,7 @@ def make_product(
     product: Callable[..., jax.Array] = jax.lax.dot_general,
     gradients: str = "float8_e5m2",
 ) -> Callable[..., jax.Array]:
-    """Wrap a matmul so that under `unitscale.scalify` it is in FP8, if `precision.matmuls` is fp8.
-
-    Operands are cast to E4M3 and cotangents to `gradients`, by markers, which are identities
-    outside `scalify`.
-    """
+    """Wrap a matmul so that under `unitscale.scalify` it is in FP8, if `precision.matmuls` is."""
     if precision is None or precision.matmuls != "fp8":
         return product
 
@@ -131,11 +124,7 @@ class OffsetNorm(nnx.Module):
 
 
 class Parts:
-    """Factory of layers in one dtype.
-
-    Matmuls are in the formats of `precision`; set `product` to `jax.lax.dot_general` before a
-    readout is made. `norm` is "rms", "layer", or "offset" for `OffsetNorm`.
-    """
+    """Factory of layers in one dtype, with matmuls in the formats of `precision`."""
 
     def __init__(
         self,
@@ -166,7 +155,7 @@ class Parts:
 
     def norm(self, width: int | None = None) -> nnx.RMSNorm | nnx.LayerNorm | OffsetNorm:
         """Make a norm, of the model's width by default."""
-        width, eps = int(width or self.config.width), self.config.norm_eps
+        width, eps = int(width or self.config.width), self.config.variant.norm_eps
         options = self.options if eps is None else {**self.options, "epsilon": eps}
         if self.kind == "offset":
             return OffsetNorm(width, **options)
@@ -217,11 +206,7 @@ class Attention(nnx.Module):
         self.out = parts.linear(inner, width, stddev=_last(config), bias="out" in config.biases)
 
     def __call__(self, x, positions, past=None, mask=None):
-        """x (batch, time, width) at positions (time,); `past` is a layer's (keys, values).
-
-        `mask`, which broadcasts to (batch, heads, time, keys), says what is attended to in place of
-        all that came before.
-        """
+        """x (batch, time, width) at positions (time,); `past` is a layer's (keys, values)."""
         batch, time, _ = x.shape
         q = self.query(x).reshape(batch, time, self.heads, self.head_dim)
         k = self.key(x).reshape(batch, time, self.kv_heads, self.head_dim)

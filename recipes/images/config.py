@@ -1,6 +1,7 @@
 """Config of image classification."""
 
-from typing import ClassVar, Literal, Self
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -8,48 +9,38 @@ from ..config import BatchConfig, Count, OptimizerConfig, RunConfig, Section
 
 
 class ImageDataConfig(BatchConfig):
-    """The idx files; each may be compressed with gzip."""
+    """The images and their batches."""
 
-    train_images: str = Field(description="path of the idx file of the training images")
-    train_labels: str = Field(description="path of the idx file of the training labels")
-    test_images: str = Field(description="path of the idx file of the test images")
-    test_labels: str = Field(description="path of the idx file of the test labels")
-    classes: Count | None = Field(
-        default=None, description="number of classes; null for the largest training label plus 1"
-    )
-    batch_size: Count = Field(default=128, description="images per step, over all processes")
+    step_unit = "images"
 
-    @property
-    def step_unit(self) -> str:
-        return "images"
+    folder: str
+    """Folder with MNIST's four idx files, such as train-images-idx3-ubyte or the .gz of it."""
+    batch_size: Count = 128
+    """Images per step, over all processes."""
 
 
 class ImageModelConfig(Section):
     """The shape of the classifier."""
 
-    kind: Literal["mlp", "cnn", "vit"] = Field(
-        default="mlp",
-        description="dense layers alone, two convolutions before them, or a Transformer over "
-        "patches, which is a unitscale model",
-    )
-    hidden: Count = Field(
-        default=256, description="units of each hidden dense layer, or of each MLP (vit)"
-    )
-    layers: Count = Field(
-        default=2, description="hidden dense layers (a cnn has one), or Transformer layers (vit)"
-    )
-    channels: Count = Field(
-        default=16, description="channels of the first convolution, half those of the second (cnn)"
-    )
-    patch: Count = Field(default=7, description="pixels of each side of a patch (vit)")
-    width: Count = Field(default=64, description="size of the residual stream (vit)")
-    heads: Count = Field(default=4, description="attention heads (vit); divides the width")
+    kind: Literal["mlp", "cnn", "vit"] = "mlp"
+    """Dense layers, two convolutions before them, or a vision Transformer (unitscale)."""
+    hidden: Count = 256
+    """Units of each hidden dense layer, or of each MLP (vit)."""
+    layers: Count = 2
+    """Hidden dense layers (a cnn has one), or Transformer layers (vit)."""
+    channels: Count = 16
+    """Channels of the first convolution, half those of the second (cnn)."""
+    patch: Count = 7
+    """Pixels of each side of a patch (vit)."""
+    width: Count = 64
+    """Size of the residual stream (vit)."""
+    heads: Count = 4
+    """Attention heads (vit)."""
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.width % self.heads:
-            raise ValueError(f"heads must divide width; got {self.heads} and {self.width}")
-        return self
+    @property
+    def library(self) -> str:
+        """Library of the model."""
+        return "unitscale" if self.kind == "vit" else "plain"
 
 
 class ImagesConfig(RunConfig):
@@ -59,45 +50,40 @@ class ImagesConfig(RunConfig):
         "format": "precision.scalify and precision.matmuls",
         "train.epochs": "train.steps",
         "optimizer.momentum": "optimizer.b1",
+        **{
+            f"data.{split}_{part}": "data.folder, the folder of MNIST's four files"
+            for split in ("train", "test")
+            for part in ("images", "labels")
+        },
     }
+    constants: ClassVar[dict[str, Any]] = {"data.classes": None}
+    loss_unit = "image"
 
-    recipe: Literal["images"] = Field(description="which recipe this config is of")
-    data: ImageDataConfig = Field(description="the images, their labels and batches")
-    model: ImageModelConfig = Field(
-        default_factory=ImageModelConfig, description="the shape of the model"
+    recipe: Literal["images"]
+    """Name of the recipe."""
+    data: ImageDataConfig = Field()
+    """The images and their batches."""
+    model: ImageModelConfig = ImageModelConfig()
+    """The shape of the model."""
+    optimizer: OptimizerConfig = OptimizerConfig(
+        name="sgd", learning_rate=0.05, schedule="constant", umup=False
     )
-    optimizer: OptimizerConfig = Field(
-        default_factory=lambda: OptimizerConfig(
-            name="sgd", learning_rate=0.05, schedule="constant", umup=False
-        ),
-        description="the optimizer and its schedule",
-    )
+    """The optimizer and its schedule."""
 
-    @property
-    def loss_unit(self) -> str:
-        return "image"
+    @classmethod
+    def upgraded(cls, tree: Any) -> Any:
+        tree = super().upgraded(tree)
+        data = tree.get("data") if isinstance(tree, dict) else None
+        if isinstance(data, dict) and "train_images" in data:
+            files = [data.pop(f"{s}_{p}") for s in ("train", "test") for p in ("images", "labels")]
+            data["folder"] = str(Path(files[0]).parent)
+        return tree
 
     @model_validator(mode="after")
-    def _library_has_formats(self) -> Self:
-        kind, precision = self.model.kind, self.precision
-        if kind == "vit" and (precision.scalify or precision.matmuls):
-            raise ValueError(
-                "precision.scalify and precision.matmuls are for plain models; got model.kind vit, "
-                "a unitscale model; set both null, and precision.policy instead"
-            )
-        if kind != "vit" and precision.policy != "float32":
-            raise ValueError(
-                f"precision.policy is of unitscale models; got {precision.policy} and model.kind "
-                f"{kind}, a plain model; set policy float32, and precision.scalify instead"
-            )
-        if kind != "vit" and precision.matmuls not in (None, "fp8"):
-            raise ValueError(
-                f"precision.matmuls of model.kind {kind} must be fp8, or null; got "
-                f"{precision.matmuls}; change it"
-            )
-        if kind != "vit" and self.optimizer.umup:
-            raise ValueError(
-                f"optimizer.umup is for unitscale models; got model.kind {kind}, a plain model; "
-                "set optimizer.umup false"
-            )
+    def _plain_models_are_float32(self) -> Self:
+        precision = self.precision
+        if self.model.kind != "vit" and precision.policy != "float32":
+            raise ValueError("precision.policy needs model.kind vit; set precision.scalify instead")
+        if precision.matmuls not in (None, "fp8"):
+            raise ValueError(f"precision.matmuls must be fp8 or null; got {precision.matmuls}")
         return self

@@ -1,14 +1,21 @@
-"""An MLP and a CNN in plain flax.nnx, and a vision Transformer in `unitscale.nn`.
+"""Classifiers of images: an MLP and a CNN in plain flax.nnx, and a ViT in `unitscale.nn`.
 
-The only trace of low precision in the plain models is in their products: markers, which are
+The only trace of low precision in the plain models is in their matmuls: markers, which are
 identities until the program runs under `unitscale.scalify`.
 """
 
 import functools
+import gzip
+import hashlib
 import itertools
 import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,16 +25,107 @@ from flax import nnx
 from unitscale import ScaledArray, nn, ops
 
 from ..config import PrecisionConfig
-from ..errors import RecipeError
+from ..errors import RecipeError, refused
 from ..hf.plain import make_product
 from ..pooling import mean_of_tokens
-from ..recipe import no_closing
+from ..recipe import Data, Examples, no_closing
 from ..run.state import make_policy
 from ..run.step import predict
 from .config import ImageModelConfig, ImagesConfig
-from .data import ImageData, load_images
 
 closing = no_closing
+Size = tuple[int, int]  # of images: height and width
+_STATISTICS = 10_000  # images that the mean and the deviation are taken over
+
+
+class Split(NamedTuple):
+    """Images (n, height, width) uint8 and labels (n,) int32."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass(frozen=True)
+class ImageData(Data):
+    """Both splits, the number of classes, and the pixels' mean and standard deviation."""
+
+    train: Split
+    test: Split
+    classes: int
+    mean: float
+    deviation: float
+    batch_size: int
+
+    @functools.cached_property
+    def digest(self) -> str:
+        found = hashlib.sha256()
+        for array in (*self.train, *self.test):
+            found.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        return found.hexdigest()
+
+    @property
+    def summary(self) -> str:
+        train, test = len(self.train.labels), len(self.test.labels)
+        return f"{train:,} training and {test:,} test images, {self.classes} classes"
+
+    def standardized(self, images: np.ndarray) -> np.ndarray:
+        """Images in float32, of mean 0 and deviation 1 over the training images."""
+        return (images.astype(np.float32) - self.mean) / self.deviation
+
+    def examples(self, *, training: bool) -> Sequence[Examples]:
+        """Pairs of a standardized image and its label."""
+        images, labels = self.train if training else self.test
+        numbers = grain.MapDataset.range(len(labels))
+        return [Examples(numbers.map(lambda i: (self.standardized(images[i]), labels[i])))]
+
+
+def load_data(config: ImagesConfig) -> ImageData:
+    """The idx files of the config."""
+    folder = Path(config.data.folder)
+    train, test = (_load_split(folder, split) for split in ("train", "t10k"))
+    classes = int(train.labels.max()) + 1
+    if test.labels.max() >= classes:
+        raise RecipeError(
+            f"data.folder: expected test labels from 0 to {classes - 1}, as the training labels; "
+            f"got {test.labels.max()}; name the folder of one data set"
+        )
+    sample = train.images[:: -(-len(train.images) // _STATISTICS)].astype(np.float64)
+    mean, deviation = float(sample.mean()), float(sample.std()) or 1.0
+    return ImageData(train, test, classes, mean, deviation, config.data.batch_size)
+
+
+def _load_split(folder: Path, split: str) -> Split:
+    images = read_idx(folder / f"{split}-images-idx3-ubyte", axes=3)
+    labels = read_idx(folder / f"{split}-labels-idx1-ubyte", axes=1)
+    if len(images) != len(labels) or not images.size:
+        raise RecipeError(
+            f"data.folder: expected a label for each image of {split} in {folder}; got "
+            f"{len(images)} images and {len(labels)} labels; fetch the files again"
+        )
+    return Split(images, labels.astype(np.int32))
+
+
+def read_idx(path: Path, axes: int) -> np.ndarray:
+    """Reads an idx file of bytes, or the gzip-compressed file with .gz after its name.
+
+    It is two zero bytes, 8, the number of axes, the length of each in four bytes, highest first,
+    and the elements.
+    """
+    path = path if path.exists() else path.with_name(f"{path.name}.gz")
+    try:
+        with refused(f"data.folder: {path} cannot be read", "name the folder of the four files"):
+            content = path.read_bytes()
+            if content.startswith(b"\x1f\x8b"):
+                content = gzip.decompress(content)
+        if content[:4] != bytes([0, 0, 8, axes]):
+            raise ValueError(f"one that begins with {content[:4].hex(' ') or 'nothing'}")
+        shape = np.frombuffer(content, ">u4", axes, offset=4)
+        return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
+    except (EOFError, ValueError, zlib.error) as error:
+        raise RecipeError(
+            f"data.folder: expected {path} to be an idx file of bytes with {axes} axes, which "
+            f"begins with 00 00 08 0{axes}; got: {error}; fetch the file again"
+        ) from error
 
 
 class Plain(nnx.Module):
@@ -36,9 +134,8 @@ class Plain(nnx.Module):
     def __init__(
         self,
         shape: ImageModelConfig,
-        image: tuple[int, int],
+        image: Size,
         classes: int,
-        *,
         precision: PrecisionConfig | None,
         rngs: nnx.Rngs,
     ):
@@ -52,32 +149,25 @@ class Plain(nnx.Module):
         convolve, e4m3 = jax.lax.conv_general_dilated, "float8_e4m3fn"
         product = make_product(precision, convolve, gradients=e4m3)
         channels = 1, shape.channels, 2 * shape.channels
-        self.convolutions = nnx.List(
-            [
-                nnx.Conv(*pair, (3, 3), strides=2, conv_general_dilated=product, rngs=rngs)
-                for pair in itertools.pairwise(channels)
-            ]
-        )
+        conv = functools.partial(nnx.Conv, kernel_size=(3, 3), strides=2, rngs=rngs)
+        pairs = itertools.pairwise(channels)
+        self.convolutions = nnx.List([conv(*p, conv_general_dilated=product) for p in pairs])
         height, width = (math.ceil(side / 4) for side in image)
         self.hidden = linear(height * width * channels[-1], shape.hidden)
         self.readout = linear(shape.hidden, classes)
 
     def __call__(self, images: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Logits (batch, classes) of images (batch, height, width); there is no dropout."""
-        x, layers = images[..., None], self.layers if self.kind == "mlp" else []
-        if self.kind == "cnn":
-            for convolution in self.convolutions:
-                x = jax.nn.relu(convolution(x))
-            layers = [self.hidden, self.readout]
+        x, is_mlp = images[..., None], self.kind == "mlp"
+        for convolution in () if is_mlp else self.convolutions:
+            x = jax.nn.relu(convolution(x))
         x = x.reshape(images.shape[0], -1)
-        *hidden, readout = layers
+        *hidden, readout = self.layers if is_mlp else (self.hidden, self.readout)
         for layer in hidden:
             x = jax.nn.relu(layer(x))
         return readout(x)
 
-    def loss(
-        self, images: jax.Array, labels: jax.Array, *, deterministic: bool = True
-    ) -> jax.Array:
+    def loss(self, images, labels, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of labels (batch,), a float32 scalar in nats per image."""
         logits = self(images, deterministic=deterministic)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
@@ -86,27 +176,19 @@ class Plain(nnx.Module):
 class ViT(nnx.Module):
     """Patches as tokens, a Transformer over them, and a readout of their mean."""
 
-    def __init__(
-        self,
-        shape: ImageModelConfig,
-        image: tuple[int, int],
-        classes: int,
-        *,
-        policy: str | nn.Policy,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, shape: ImageModelConfig, image: Size, classes: int, **options: Any):
         if any(side % shape.patch for side in image):
             raise RecipeError(
                 f"model.patch: expected one that divides the images' {image[0]} x {image[1]} "
                 f"pixels; got {shape.patch}; change it"
             )
         self.patch, width = shape.patch, shape.width
-        tokens, options = math.prod(image) // shape.patch**2, {"policy": policy, "rngs": rngs}
+        tokens = math.prod(image) // shape.patch**2
         self.embed = nn.Dense(shape.patch**2, width, **options)
         self.positions = nn.PositionalEmbed(tokens, width, **options)
         sizes = shape.layers, width, shape.heads, shape.hidden
         self.stack = nn.TransformerStack(*sizes, norm="layer", max_length=tokens, **options)
-        self.norm = nn.LayerNorm(width, policy=policy)
+        self.norm = nn.LayerNorm(width, policy=options["policy"])
         self.readout = nn.Readout(width, classes, **options)
 
     def __call__(self, images: jax.Array, *, deterministic: bool = True) -> ScaledArray:
@@ -117,38 +199,30 @@ class ViT(nnx.Module):
         x = self.stack(self.positions(self.embed(x)), deterministic=deterministic)
         return self.readout(self.norm(mean_of_tokens(x)))
 
-    def loss(
-        self, images: jax.Array, labels: jax.Array, *, deterministic: bool = True
-    ) -> jax.Array:
+    def loss(self, images, labels, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of labels (batch,), a float32 scalar in nats per image."""
         return ops.softmax_cross_entropy(self(images, deterministic=deterministic), labels)
 
 
 def build(config: ImagesConfig) -> Plain | ViT:
     """The model of a config, for images and classes as its files have them."""
-    data, rngs = load_images(config.data), nnx.Rngs(config.seed)
-    sizes = config.model, data.image, data.classes
+    data, rngs = load_data(config), nnx.Rngs(config.seed)
+    sizes = config.model, data.train.images.shape[1:], data.classes
     if config.model.kind == "vit":
         return ViT(*sizes, policy=make_policy(config.precision), rngs=rngs)
-    return Plain(*sizes, precision=config.precision, rngs=rngs)
+    return Plain(*sizes, config.precision, rngs)
 
 
 def abstract_batch(config: ImagesConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Standardized images and labels."""
-    size, image = config.data.batch_size, load_images(config.data).image
-    images = jax.ShapeDtypeStruct((size, *image), jnp.float32)
+    size, images = config.data.batch_size, load_data(config).train.images
+    images = jax.ShapeDtypeStruct((size, *images.shape[1:]), jnp.float32)
     return images, jax.ShapeDtypeStruct((size,), jnp.int32)
 
 
-def load_data(config: ImagesConfig) -> ImageData:
-    """The idx files of the config."""
-    return load_images(config.data)
-
-
-def scores(
-    config: ImagesConfig, data: ImageData, model: Plain | ViT, folder: Path
-) -> dict[str, float]:
+def scores(config: ImagesConfig, data: ImageData, model: Any, folder: Path) -> dict[str, float]:
     """The share of the test images that are classified rightly."""
-    labels = data.test.labels
-    logits = predict(model, data.test_images(), config.precision)[: len(labels)]
-    return {"accuracy": float(np.mean(logits.argmax(-1) == labels))}
+    images, size = data.standardized(data.test.images), data.batch_size
+    batches = ((images[start : start + size],) for start in range(0, len(images), size))
+    found = predict(model, batches, config.precision).argmax(-1)
+    return {"accuracy": float((found == data.test.labels).mean())}

@@ -1,16 +1,14 @@
-"""The study: every point of a grid, each with its own learning-rate search, in several processes.
+"""The study: a learning-rate search at every point of a grid, in several processes.
 
-Whatever is finished stays: the rows of a round are appended as soon as it is over, a run that
-diverges has an infinite loss, one that fails leaves its message, and neither stops another. The
-same command continues where the last one ended.
+Rows are appended as soon as a round is over. A run that diverges has an infinite loss, one that
+fails leaves its message, and neither stops another. The same command continues an earlier one.
 """
 
-import contextlib
 import functools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,49 +26,39 @@ from ..run.state import TrainState, init_state, make_optimizer
 from ..run.step import advance, make_evaluation, make_train_step
 from ._points import Point, Row, append_row, key_of, make_points, read_rows, report
 
-Known = dict[tuple[float, int], float]
-"""Losses by learning rate and seed."""
-
 
 def sweep(
     config: RunConfig, *, jobs: int = 1, fresh: bool = False, console: Console | None = None
 ) -> Path:
-    """Trains all points of a config's grid that are not finished, and draws what came out.
+    """Train all points of a config's grid that are not finished, and write the results.
 
-    The folder of the results, `<train.runs_dir>/<name>-sweep/`, is returned. `jobs` processes work
-    at once; `fresh` moves an earlier sweep of this name aside.
+    Returns the folder of the results, `<train.runs_dir>/<name>-sweep/`. `jobs` processes work at
+    once; `fresh` moves an earlier sweep of this name aside.
     """
-    console = Console() if console is None else console
-    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = functools.partial((console or Console()).print, markup=False, soft_wrap=True)
     points = make_points(config)
     own = config.model_copy(update={"name": f"{config.name}-sweep"})
     with locked(own):
-        try:
-            return _sweep(points, config, open_run(own, fresh=fresh), jobs, say)
-        except KeyboardInterrupt:
-            say("stopped; run the same command to go on")
-            raise
-
-
-def _sweep(
-    points: Sequence[Point], config: RunConfig, folder: Path, jobs: int, say: Callable[[str], None]
-) -> Path:
-    _check_data(points, folder)
-    known: dict[str, Known] = defaultdict(dict)
-    for row in read_rows(folder):
-        if row.loss is not None:  # what failed is tried again
-            known[key_of(row.point)][row.learning_rate, row.seed] = row.loss
-    say(f"{config.name}: {len(points)} points, {jobs} at a time, in {folder}")
-    failures = 0
-    tasks = [(point, folder, known[key_of(point.settings)]) for point in points]
-    for done, ((point, *_), error) in enumerate(each(tasks, jobs, _search), 1):
-        say(f"{done}/{len(points)}  {point}" + (f"  failed: {error}" if error else ""))
-        if error:
-            failures += 1
-            rate, seed = point.config.optimizer.learning_rate, config.sweep.seeds[0]
-            append_row(folder, Row(point.settings, rate, seed, None, error))
-    for line in report(points, folder):
-        say(line)
+        folder = open_run(own, fresh=fresh)
+        data, digest = folder / "data.json", recipe_of(config).load_data(points[0].config).digest
+        if data.exists() and digest not in json.loads(data.read_text("utf-8")).values():
+            raise other_data(folder)
+        write_json(data, {"data": digest})
+        known: dict[str, dict[tuple[float, int], float]] = defaultdict(dict)
+        for row in read_rows(folder):
+            if row.loss is not None:  # what failed is tried again
+                known[key_of(row.point)][row.learning_rate, row.seed] = row.loss
+        say(f"{config.name}: {len(points)} points, {jobs} at a time, in {folder}")
+        failures = 0
+        tasks = [(point, folder, known[key_of(point.settings)]) for point in points]
+        for done, ((point, *_), error) in enumerate(each(tasks, jobs, _search), 1):
+            say(f"{done}/{len(points)}  {point}" + (f"  failed: {error}" if error else ""))
+            if error:
+                failures += 1
+                rate, seed = point.config.optimizer.learning_rate, config.sweep.seeds[0]
+                append_row(folder, Row(point.settings, rate, seed, None, error))
+        report(points, folder)
+        say(f"results in {folder}")
     if failures:
         raise RecipeError(
             f"{failures} of {len(points)} points failed, messages in {folder}/rows.jsonl; "
@@ -80,22 +68,8 @@ def _sweep(
     return folder
 
 
-def _check_data(points: Sequence[Point], folder: Path) -> None:
-    """Refuses to add to rows of other data; the digest of what points read is kept beside rows."""
-    path, found = folder / "data.json", {}
-    for point in points:
-        data = point.config.data.model_dump_json(exclude={"cache_dir"})
-        if data not in found:
-            with contextlib.suppress(RecipeError):  # the point's own row will say it
-                found[data] = recipe_of(point.config).load_data(point.config).digest
-    kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    if any(kept.get(data, digest) != digest for data, digest in found.items()):
-        raise other_data(folder)
-    write_json(path, kept | found)
-
-
-def _search(point: Point, folder: Path, known: Known) -> str | None:
-    """Searches the learning rate of one point; returns the message of what went wrong."""
+def _search(point: Point, folder: Path, known: dict[tuple[float, int], float]) -> str | None:
+    """Search the learning rate of one point; returns the message of a failure."""
     settings, start = point.config.sweep, point.config.optimizer.learning_rate
     trials = functools.cache(lambda: Trials(point.config))  # compiles only what is needed
     losses: dict[int, float] = {}
@@ -110,7 +84,7 @@ def _search(point: Point, folder: Path, known: Known) -> str | None:
             for place, rate in rates.items():
                 found = [known[rate, seed] for seed in settings.seeds]
                 losses[place] = sum(found) / len(found)
-    except Exception as error:  # whatever it is, the other points go on
+    except Exception as error:  # the other points go on
         return message_of(error)
     return None
 
@@ -118,8 +92,8 @@ def _search(point: Point, folder: Path, known: Known) -> str | None:
 def missing(losses: Mapping[int, float], rates: int, rounds: int) -> list[int]:
     """Choose the next learning rates, as places in a geometric series; none at the end.
 
-    Place i is the start times the factor to the power i. After the first round of `rates` places
-    they are beside the end at which the loss is least; where every run diverged, at the lower end.
+    Place i is the start times the factor to the power i. Rounds extend the series at the end where
+    the loss is least, or at the lower end where every run diverged.
 
     Example:
       >>> missing({}, 3, 2), missing({-1: 3.0, 0: 2.0, 1: 1.0}, 3, 2)
@@ -138,7 +112,7 @@ def missing(losses: Mapping[int, float], rates: int, rounds: int) -> list[int]:
         elif best == low or not math.isfinite(losses[best]):
             low -= rates
         else:
-            return []
+            break
     return []
 
 
@@ -163,8 +137,7 @@ class Trials:
         self._step = jax.jit(jax.vmap(step, (0, 0, None, None)), donate_argnums=0)
         evaluate = make_evaluation(graphdef, config.precision)
         self._evaluate = jax.jit(jax.vmap(evaluate, (0, 0, None)))
-        # Batched, with a kernel for each run, convolutions are grouped ones, which XLA's CPU
-        # backend does slowly: there one run follows another.
+        # vmap turns convolutions into grouped ones, which are slow on XLA's CPU backend.
         arguments = state, np.float32(1), recipe_of(config).abstract_batch(config), np.int32(0)
         slow = "conv_general_dilated" in str(step.trace(*arguments).jaxpr)
         self._together = 1 if slow and jax.default_backend() == "cpu" else config.sweep.rates
@@ -172,24 +145,19 @@ class Trials:
     def __call__(self, rates: Sequence[float], seed: int) -> list[float]:
         """The validation loss at each rate; infinite where a step's loss was not finite."""
         size, steps = self._together, self.config.train.steps
-        # Groups are always as large, so that the program is compiled once.
-        padded = [*rates, *([rates[-1]] * (-len(rates) % size))]
-        groups = np.asarray(padded, np.float32).reshape(-1, size)
+        if len(rates) > size:
+            return [*self(rates[:size], seed), *self(rates[size:], seed)]
+        padded = [*rates, *[rates[-1]] * (size - len(rates))]  # for the same program
         first = init_state(self.config.model_copy(update={"seed": seed}))[2]
-        copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), first)
-        states: Any = [jax.tree.map(jnp.copy, copies) for _ in groups]
+        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), first)
 
-        def step(states: Any, batch: Any, index: Any) -> tuple[Any, dict[str, Any]]:
-            pairs = zip(states, groups, strict=True)
-            return [self._step(state, many, batch, index) for state, many in pairs], {}
+        def step(state: Any, batch: Any, index: Any) -> tuple[Any, dict[str, Any]]:
+            return self._step(state, np.asarray(padded, np.float32), batch, index), {}
 
-        states = advance(step, states, self.data.training(seed), 0, steps)
-        batches = list(self.data.validation(self.config.train.eval_batches))
-        losses: list[float] = []
-        for state in states:
-            found = [self._evaluate(state.params, state.rest, batch) for batch in batches]
-            means = np.mean(jax.device_get(found), axis=0, dtype=np.float64)
-            # After a step that was not finite, and not left out by the config, no other one counts.
-            whole = np.isfinite(means) & (np.asarray(state.step) == steps)
-            losses += np.where(whole, means, np.inf).tolist()
-        return losses[: len(rates)]
+        state = advance(step, state, self.data.training(seed), 0, steps)
+        batches = self.data.validation(self.config.train.eval_batches)
+        found = [self._evaluate(state.params, state.rest, batch) for batch in batches]
+        means = np.mean(jax.device_get(found), axis=0, dtype=np.float64)
+        # A step whose loss was not finite ends a run, unless the config skips such steps.
+        whole = np.isfinite(means) & (np.asarray(state.step) == steps)
+        return np.where(whole, means, np.inf).tolist()[: len(rates)]

@@ -12,7 +12,7 @@ from recipes.registry import load_config
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = {
     "finetune": ["init=nowhere", "data.train=a", "data.validation=b"],
-    "images": [f"data.{s}_{part}=x" for s in ("train", "test") for part in ("images", "labels")],
+    "images": ["data.folder=x"],
 }
 """Overrides for what the configs of a recipe leave to users."""
 

@@ -26,16 +26,13 @@ def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return images.astype(np.uint8), labels
 
 
-def write_files(folder: Path) -> dict[str, str]:
-    """Writes 96 training and 20 test images; returns the keys of the data section."""
-    paths = {}
-    for split, count in (("train", 96), ("test", 20)):
-        for name, array in zip(("images", "labels"), draw(count, len(split)), strict=True):
-            path = folder / f"{split}-{name}"
-            compressed = name == "images"
-            path.write_bytes(gzip.compress(encode(array)) if compressed else encode(array))
-            paths[f"{split}_{name}"] = str(path)
-    return paths
+def write_files(folder: Path) -> Path:
+    """Writes 96 training and 20 test images, these compressed, into a folder; returns it."""
+    for split, count, seed in (("train", 96, 5), ("t10k", 20, 4)):
+        images, labels = draw(count, seed)
+        (folder / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(encode(images)))
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(encode(labels))
+    return folder
 
 
 def write_config(folder: Path) -> Path:
@@ -43,7 +40,7 @@ def write_config(folder: Path) -> Path:
     tree = {
         "recipe": "images",
         "name": "tiny",
-        "data": {**write_files(folder), "batch_size": 16},
+        "data": {"folder": str(write_files(folder)), "batch_size": 16},
         "model": {"hidden": 16, "layers": 1, "channels": 4, "patch": 1, "width": 8, "heads": 2},
         "optimizer": {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "umup": False},
         "train": {"steps": 12, "eval_every": 6, "log_every": 4, "runs_dir": str(folder / "runs")},

@@ -105,7 +105,6 @@ def test_evaluate_on_another_text(trained: Path, tmp_path: Path, capsys: Capture
 WRONG = [
     (["train", "train.stepz=3"], r"error: override 'train.stepz=3': train.stepz is not a key"),
     (["train", "data.path=/nowhere"], "error: data.path: /nowhere does not exist; give"),
-    (["train", "data.batch_size=999"], "error: data.batch_size: expected at most the"),
     (["train", "--nonsense"], "No such option"),
     (["finetune"], "error: init: expected a pretrained model to tune; got none in"),
     (["train", "--processes", "2"], "error: processes: unitscale.parallel.initialize: coordinator"),

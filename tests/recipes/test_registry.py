@@ -22,88 +22,58 @@ WRONG = [
     (["precison=fp8"], r"precison is not a key of the config; did you mean precision\?"),
     (["policy=fp8"], r"policy is no longer a key of the config; set precision\.policy"),
     (["scalify.storage=float16"], r"storage is no longer a key .*; set precision\.scalify"),
-    (["monitor.limit=0.1"], r"monitor\.limit is no longer a key .*; set precision\.monitor"),
-    (["optimizer.moments=null"], r"moments is no longer a key .*; set precision\.moments"),
+    (["scalify.gradients=true"], r"gradients is no longer a key .*; set precision\.matmuls"),
+    (["model.norm_eps=1e-5"], r"norm_eps is no longer a key .*; set init"),
     (["train.lr=1"], r"train\.lr is not a key .*; train has the keys steps, eval_every"),
-    (["zzz=1"], r"zzz is not a key .*; the top-level keys are recipe, name, seed, precision"),
+    (["zzz=1"], r"zzz is not a key .*; the config has the keys recipe, name, seed, precision"),
     (["optimizer={lr: 1}"], r"optimizer\.lr is not a key of the config"),
-    (["train.steps=0"], r"train\.steps \(optimizer steps\): expected greater than 0; got 0"),
+    (["train.steps=0"], r"train\.steps \(Optimizer steps\): expected greater than 0; got 0"),
     (["train.steps=true"], r"train\.steps .*expected a valid integer; got True"),
     (["train.steps='5'"], r"train\.steps .*expected a valid integer; got '5'"),
-    (["train.steps=1.5"], r"train\.steps .*expected .*integer.*; got 1\.5"),
     (["optimizer.learning_rate=.nan"], r"optimizer\.learning_rate .*finite number; got nan"),
     (["optimizer.learning_rate=-1"], r"optimizer\.learning_rate .*greater than 0; got -1"),
     (["data.validation_fraction=1"], r"data\.validation_fraction .*less than 1; got 1"),
-    (["data.tokenizer={kind: bpe, path: x}"], r"data\.tokenizer: path is set when kind is file"),
-    (["data.tokenizer={lowercase: true}"], r"data\.tokenizer: vocab and lowercase are of kind bpe"),
-    (["data.tokenizer={kind: bpe}", "model.vocab=300"], r"the 8192 ids of the bpe .*; got 300"),
+    (["data.tokenizer={kind: bpe, path: x}"], r"data\.tokenizer: kind file needs path"),
+    (["data.tokenizer={lowercase: true}"], r"data\.tokenizer: vocab and lowercase need kind bpe"),
+    (["data.tokenizer={kind: bpe}", "model.vocab=300"], r"model\.vocab .* 8192; got 300"),
     (["data.tokenizer={kind: file, path: gone}"], r"tokenizer\.path: gone cannot be read: No such"),
-    (
-        ["precision.readout=gradient"],
-        r"readout \(.*: expected true, false or 'gradients'; .*; did you mean gradients\?",
-    ),
-    (["precision.readout=null"], r"readout \(.*'gradients'; got None; correct the value"),
-    (
-        ["precision.loss_scale=-1"],
-        r"loss_scale \(.*\): expected greater than 0 or 'dynamic'; got -1",
-    ),
-    (
-        ["precision.moments=[float16]"],
-        r"moments \(.*\): expected at least 2 of them; got \['float16'\]",
-    ),
+    (["precision.readout=null"], r"readout \(.*expected a valid boolean or 'gradients'; got None"),
+    (["precision.loss_scale=-1"], r"loss_scale .*expected greater than 0 or 'dynamic'; got -1"),
+    (["precision.moments=[float16]"], r"moments \(.*\): .*at least 2 .*; got \['float16'\]"),
     (["data.pattern=**/*.txt"], r"data\.pattern=.*not valid YAML.*; put quotes around what begins"),
     (["precision.layers={'*.a': fp8"], r"layers=.*not valid YAML.*; correct the line"),
-    (["optimizer.b2=1.5"], r"b2 \(decay of the (second|mean).*\): expected less than 1; got 1\.5"),
-    (["precision=fp9"], r"policy .*'fp8'.*; got 'fp9'; did you mean fp8\?"),
-    (["model.residual.scheme=runing_mean"], r"residual\.scheme .*did you mean running_mean\?"),
-    (["model.residual.scheme=fixed"], r"model\.residual: tau is set when scheme is fixed.*set tau"),
-    (["model.residual.tau=0.5"], r"model\.residual: tau is set when scheme is fixed.*remove tau"),
-    (["model.heads=3"], r"model: heads must divide width; got heads 3 and width 16; use heads 4"),
-    (["model.kv_heads=3"], r"model: kv_heads must divide heads; got kv_heads 3 and heads 2"),
-    (["model.heads=16"], r"model: rope needs an even head size.*got width 16 and heads 16"),
-    (["model.mlp_ratio=0.01"], r"model: mlp_ratio \* width must be at least 1; got .* 0\.01"),
-    (
-        ["precision.policy=fp8"],
-        r"policy fp8 needs model\.library unitscale; got plain",
-    ),
+    (["optimizer.b2=1.5"], r"b2 .*expected less than 1; got 1\.5"),
+    (["precision=fp9"], r"precision\.policy .*'fp8'.*; got 'fp9'"),
+    (["model.residual.scheme=runing_mean"], r"residual\.scheme .*got 'runing_mean'"),
+    (["model.heads=3"], r"model: heads must divide width; got heads 3 and width 16"),
+    (["model.kv_heads=3"], r"model: kv_heads must divide heads; got kv_heads 3, heads 2"),
+    (["model.heads=16"], r"model: rope needs an even head size.*got 1"),
     (["model.vocab_multiple=128"], r"model: vocab_multiple 128 needs library unitscale; got"),
-    (["model.vocab_multiple=0"], r"model\.vocab_multiple .*expected greater than 0; got 0"),
-    (
-        ["precision.policy=mxfp8"],
-        r"policy mxfp8 needs model\.library unitscale; got plain",
-    ),
-    (["precision.weights=fp16"], r"precision\.weights .*expected .*'float16'; got 'fp16'"),
     (["optimizer.multipliers.norm=0.1"], r"multipliers need umup true.*; got umup false"),
-    (["optimizer.multipliers.norms=0.1"], r"multipliers\.norms .*did you mean norm\?"),
+    (["optimizer.multipliers.norms=0.1"], r"multipliers\.norms .*'norm'; got 'norms'"),
     (["optimizer.multipliers.norm=-1"], r"multipliers\.norm .*expected greater than or equal to 0"),
-    (["optimizer.umup=true"], r"optimizer\.umup needs model\.library unitscale"),
-    (["model.library=unitscale", "model.norm_eps=1e-5"], r"norm_eps 1e-05 needs library plain"),
+    (["optimizer.umup=true"], r"optimizer\.umup need a unitscale model"),
     (["optimizer.name=adam", "optimizer.weight_decay=0.1"], r"weight_decay needs name adamw"),
     (["optimizer.name=muon", "optimizer.umup=false"], r"muon needs umup true"),
-    (
-        ["model.attention_implementation=chunked"],
-        r"model: attention_implementation chunked needs library unitscale",
-    ),
     (["model.attention_implementation=xla"], r"expected .*'chunked', 'cudnn' or 'splash'"),
-    (["model.vocab=255"], r"model\.vocab must be at least the 256 ids of the byte .*; got 255"),
+    (["model.remat=dots"], r"model: remat dots needs library unitscale"),
+    (["model.document_end=1"], r"model: document_end 1 needs library unitscale"),
+    (["model.vocab=255"], r"model\.vocab must be at least the tokenizer's 256; got 255"),
     (["model.context=8"], r"model\.context must be at least data\.sequence_length; got 8 and 16"),
-    (["optimizer.warmup_steps=6"], r"warmup_steps must be less than train\.steps; got 6 and 6"),
+    (["optimizer.warmup_steps=6"], r"warmup_steps must be below train\.steps; got 6"),
     (["seed=4294967296"], r"seed .*expected less than or equal to 4294967295; got 4294967296"),
-    (["precision=fp16"], r"got 'fp16'; did you mean float16\?"),
-    (
-        ["name=a/b"],
-        r"name .*expected a name of ASCII letters, digits, dots, dashes, underscores; got 'a/b'",
-    ),
-    (["name=café"], r"expected a name of ASCII letters.* got 'café'"),
+    (["name=a/b"], r"name .*letters, digits, dot, dash and underscore.* got 'a/b'"),
     (["name=12"], r"name .*expected a valid string; got 12"),
     (["data=7"], r"data .*expected a mapping of keys to values; got 7"),
+    (["train=[1, 2]"], r"train .*expected a mapping of keys to values; got \[1, 2\]"),
     (["train.steps"], r"override 'train\.steps': expected key=value"),
     (["=5"], r"override '=5': expected key=value"),
-    (["train=[1, 2]"], r"train .*expected a mapping of keys to values; got \[1, 2\]"),
     (["name=${foo}"], r"override 'name=\$\{foo\}': expected a value; .*write the value itself"),
-    (["name=${name}"], r"override 'name=\$\{name\}': expected a value"),
     (["data.path=???"], r"override 'data\.path=\?\?\?': expected a value"),
     (["train.steps=[5"], r"override 'train\.steps=\[5'.*not valid YAML"),
+    (["lora={targets: [foo]}"], r"lora\.targets\.0 \(Linear layers .*got 'foo'"),
+    (["mesh.tensors=4"], r"mesh\.tensors is not a key.*mesh\.tensor\?"),
+    (["sweep.grid.seed=3"], r"grid\.seed \(Lists of .*expected a valid list; got 3"),
 ]
 
 
@@ -138,7 +108,7 @@ WRONG_FILES = [
         "name: x\nseed: 1\nseed: 2\n",
         r"line 3, column 1: not valid YAML: found duplicate key seed",
     ),
-    ("seed: 1\n", r"name: expected a value; got none; set it: names the run's folder"),
+    ("seed: 1\n", r"name: expected a value; got none; set it \(Name of the run's folder"),
     ("name: x\nmodel: {layer: 3}\n", r"model\.layer is not a key .*did you mean model\.layers\?"),
     (b"name: \xff\n", r"is not UTF-8 text: .* position 6"),
 ]
@@ -162,17 +132,9 @@ def test_every_problem_is_reported_at_once(config_file: Path) -> None:
     assert str(caught.value).count("expected") == 1
 
 
-def test_a_list_of_wrong_entries_is_not_called_too_short(config_file: Path) -> None:
-    with pytest.raises(RecipeError) as caught:
-        load_config(config_file, ["lora={targets: [foo]}"])
-    (line,) = str(caught.value).splitlines()
-    assert "lora.targets.0 (linear layers" in line
-    assert "got 'foo'" in line
-
-
 def test_another_tokenizer_than_that_of_init_is_refused(config_file: Path) -> None:
     words = [f"init={FIXTURES / 'gpt2'}", "data.sequence_length=32"]
-    with pytest.raises(RecipeError, match=r"data\.tokenizer\.kind: expected file, .*got 'byte'"):
+    with pytest.raises(RecipeError, match=r"data\.tokenizer: expected .*'file', .*got .*'byte'"):
         load_config(CONFIGS / "gpt2/finetune.yaml", [*words, "data.tokenizer.kind=byte"])
     own = load_config(CONFIGS / "gpt2/finetune.yaml", words).data.tokenizer
     moved = [*words, f"data.tokenizer.path={own.path}"]
@@ -211,8 +173,6 @@ def test_keys_of_a_section_that_is_null(config_file: Path) -> None:
     mesh = load_config(config_file, ["mesh.data=2", "mesh.tensor=4"]).mesh
     assert mesh is not None
     assert (mesh.data, mesh.fsdp, mesh.tensor) == (2, 1, 4)
-    with pytest.raises(RecipeError, match=r"mesh\.tensors is not a key.*mesh\.tensor\?"):
-        load_config(config_file, ["mesh.tensors=4"])
 
 
 def test_a_section_override_keeps_its_other_keys(config_file: Path) -> None:
@@ -245,8 +205,6 @@ def test_an_entry_of_a_mapping_is_set_by_its_name(config_file: Path) -> None:
     assert config.precision.layers == {"*.query": "bfloat16"}
     mixed = load_config(config_file, ["data.path=null", "data.mixture.a/b.txt=2"])
     assert mixed.data.mixture == {"a/b.txt": 2.0}
-    with pytest.raises(RecipeError, match=r"grid\.seed \(lists of .*expected a valid list; got 3"):
-        load_config(config_file, ["sweep.grid.seed=3"])
 
 
 def test_dumped_config_reads_back_the_same(config_file: Path, tmp_path: Path) -> None:
@@ -256,9 +214,30 @@ def test_dumped_config_reads_back_the_same(config_file: Path, tmp_path: Path) ->
     assert load_config(path) == config
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_key_is_described(recipe: str) -> None:
-    assert not [key for key, field in valid_keys(RECIPES[recipe]) if not field.description]
+def test_every_key_is_described() -> None:
+    for schema in RECIPES.values():
+        assert not [key for key, field in valid_keys(schema) if not field.description]
+    assert {"name", "data.path", "model.residual.tau", "train.runs_dir"} <= {
+        key for key, _ in valid_keys(GPTConfig)
+    }
+
+
+def test_the_config_of_an_earlier_version_is_read(config_file: Path) -> None:
+    config = load_config(config_file, ["precision=scalify_fp8", "mesh.data=2"])
+    old = config.model_dump(mode="json")
+    precision = old.pop("precision")
+    old |= {"policy": "float32", "policies": {"*.out": "bfloat16"}, "fp8_readout": False}
+    old |= {"scalify": {"storage": "float16", "products": True}, "monitor": None}
+    old["optimizer"] |= {"moments": None, "min_size": 7, "loss_scale_interval": 2000}
+    old["model"] |= {"norm_eps": 0.1}
+    old["mesh"]["gradients"] = "float32"
+    found = GPTConfig.model_validate(GPTConfig.upgraded(old))
+    changed = {"layers": {"*.out": "bfloat16"}, "min_size": 7, "exchange": "float32"}
+    assert found.precision.model_dump() == precision | changed
+    assert found.model.variant.norm_eps == 0.1
+    untouched = {"data", "train", "optimizer", "mesh"}
+    assert found.model_dump(include=untouched) == config.model_dump(include=untouched)
+    assert old["mesh"]["gradients"] == "float32"  # of which `upgraded` makes a copy
 
 
 def test_shipped_configs_are_valid() -> None:
@@ -268,8 +247,3 @@ def test_shipped_configs_are_valid() -> None:
         init = FIXTURES / ("llama3" if tree.get("init") == "llama" else "gpt2")
         own = ["data.sequence_length=32", f"init={init}"] if "init" in tree else []
         load_config(file, FILES.get(tree.get("recipe"), own))
-
-
-def test_valid_keys_are_dotted() -> None:
-    keys = dict(valid_keys(GPTConfig))
-    assert {"name", "data.path", "model.residual.tau", "train.runs_dir"} <= keys.keys()

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recipes.bench import fuzz, lms, overhead, parallel, parity, runs, step
+from recipes.bench import fuzz, lms, parallel, parity, runs, step
 from recipes.cli import main
 from recipes.finetune.config import FinetuneConfig
+from recipes.sweep import Curve
 from tests.recipes.masked import write_bert
 from tests.recipes.tasks import FILES, write_tasks
+from unitscale import ScaledArray
 
 UNIT = ("model.library=unitscale", "model.dropout=0.0", "train.steps=2", "optimizer.name=sgd")
 TINY = ("model.width=16", "model.heads=2", "model.layers=1", "model.vocab=256")
@@ -29,7 +31,7 @@ def bench(tmp_path: Path, config_file: Path) -> Callable[..., list[Rows]]:
 
     def run(name: str, *words: str) -> list[Rows]:
         out = tmp_path / "out.json"
-        config = () if name in ("step", "overhead", "fuzz", "h200") else ("--config", config_file)
+        config = () if name in ("step", "fuzz", "h200") else ("--config", config_file)
         # What is given later counts.
         assert main(["bench", name, *map(str, config), *words, "--json", str(out)]) == 0
         return [table["rows"] for table in json.loads(out.read_text("utf-8"))["tables"]]
@@ -122,7 +124,7 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     parts = [{"title": "one", "paragraphs": [part]} for part in article["paragraphs"]]
     Path(questions).write_text(json.dumps({"data": parts}), "utf-8")
     words = ["--config", str(write_bert(tmp_path)), "--sst2", rows, rows, "--squad", questions]
-    words += ["--tuning", "train.steps=7", "--tuning", "optimizer.warmup_steps=0", "--seeds", "2"]
+    words += ["--seeds", "2"]
     loss, sst2, squad = bench("lms", *words)
     assert [row.get("verdict") for row in loss] == [None, "outside", "outside"]
     for metric, unit, table in (("accuracy", 1, sst2), ("f1", 100, squad)):
@@ -133,7 +135,7 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for config in tuned:  # each from the model of its own format and seed
         own = f"tiny-bert-{config.precision.policy}" + ("-seed1" if config.seed else "")
         assert config.init == str(tmp_path / "runs" / own)
-        assert (config.data.sequence_length, config.train.steps) == (16, 7)
+        assert config.data.sequence_length == 16
     split = tmp_path / "runs" / "tiny-bert-squad"  # of eight articles one is for validation
     texts = [(split / f"{name}.json").read_text() for name in ("train", "validation")]
     assert [len(json.loads(text)["data"]) for text in texts] == [11, 1]
@@ -142,7 +144,9 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_character_models_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     formats = [(of, policy) for of in ("unitscale", "plain") for policy in ("float32", "float16")]
     models = [(1.0, 1.004, 1.1, 1.2), (1.0, 1.1, 0.9, 0.9), (2.0, 1.9, 2.0, math.inf)]
-    losses = [dict(zip(formats, model, strict=True)) for model in models]
+    point: Any = None
+    curves = [[Curve(point, {1.0: loss}) for loss in model] for model in models]
+    losses = [dict(zip(formats, model, strict=True)) for model in curves]
     for name, given in (("is_run", True), ("load_config", None), ("make_points", [])):
         monkeypatch.setattr(lms, name, lambda *_, given=given: given)
     monkeypatch.setattr(lms, "read_curves", lambda *_: [])
@@ -162,6 +166,7 @@ class _InThisProcess:
         return None
 
 
+@pytest.mark.slow
 def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(step, "ProcessPoolExecutor", _InThisProcess)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -216,41 +221,34 @@ def test_h200(bench: Any, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "hlo").iterdir()} == names
 
 
+class WrongSine:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jnp, name)
+
+    def sin(self, x: Any) -> Any:
+        return jnp.sin(x) * 1.25
+
+
 @pytest.mark.slow
-def test_overhead(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = {"fp8": (1, ("precision.policy=fp8", "data.sequence_length=8", "data.batch_size=2"))}
-    monkeypatch.setattr(overhead, "COMPILED", one)
-    (compiling,), code = bench("overhead", "--steps", "0", *TINY[:2])
-    assert compiling["ratio"] == pytest.approx(compiling["s"] / compiling["plain s"])
-    assert compiling["HLO lines"] > compiling["plain HLO lines"] > 100
-    assert [row["what"] for row in code] == list(overhead.MOST_CODE)
-    assert all(1 < row["files"] < row["functions"] for row in code)
-
-
-def test_fuzz(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    (rows,) = bench("fuzz", "--programs", "2")
-    assert sum(row["agree"] + row["left out"] for row in rows) == 2
+def test_fuzz(bench: Any) -> None:
+    (rows,) = bench("fuzz", "--programs", "4")
+    assert sum(row["agree"] + row["left out"] for row in rows) == 4
     assert all(row["within"] for row in rows)
 
-    class Wrong:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(jnp, name)
 
-        def sin(self, x: Any) -> Any:
-            return jnp.sin(x) * 1.25
-
-    # A sine that is wrong, in the middle of a program: found, and made small.
+def test_fuzz_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sine that is wrong, in the middle of a program: found, and made small."""
     lines = {"v0": "i0 + 1", "v1": "jnp.sin(v0)", "v2": "v1 * 3", "v3": "abs(i1)"}
     tried = program("operators", *lines.values(), i1=ONES)
     assert fuzz.check(tried) is None
-    monkeypatch.setattr(fuzz, "SCALED", fuzz.SCALED | {"jnp": Wrong()})
+    monkeypatch.setattr(fuzz, "SCALED", fuzz.SCALED | {"jnp": WrongSine()})
     assert fuzz.check(tried)
     small = fuzz.smaller(tried, fuzz.check)
-    assert small.lines == tuple(lines.items())[:2]
+    assert dict(small.lines) == {"v0": "i0 + 1", "v1": "jnp.sin(v0)"}
     assert list(small.inputs) == ["i0"]
-    exec(fuzz.listing(small), {})
-    ours, theirs = capsys.readouterr().out.split("[Array")[1:]
-    assert ours.strip() == theirs.strip()
+    space: dict[str, Any] = {"jnp": jnp, "ScaledArray": ScaledArray}
+    exec(fuzz.listing(small), space)
+    assert space["f"](space["i0"])[0].shape == (2, 2)
 
 
 ONES = fuzz.Input(np.float16([[1.5, -2.0], [0.25, 3.0]]), np.float32(4))
@@ -268,7 +266,7 @@ RIGHT = [
     program("scalify", "jnp.tanh(i0)", "v0 @ i0"),
     program("control", "lax.scan(lambda c, v: (c * 0.5 + v, c), i0[0], i0)[1]"),
     # An optimizer computes in float32.
-    program("optim", "step('adagrad', i0, i0)", i0=ONES._replace(data=np.float64([[0.1, 0.7]]))),
+    program("optim", "step(optax.adagrad(0.1), i0, i0)"),
     # A value rounded to 8 bits may lie on either side of the original.
     program("quant", "q8(i0, 'e5m2')", "v0 > i0", i0=ONES._replace(data=np.float16([1.2041]))),
     # The magnitude of complex numbers is rounded.
@@ -278,10 +276,10 @@ RIGHT = [
     # The compiler makes zero of NaN times a mask that is false.
     program("control", "i0.max(-1)", i0=ONES._replace(data=np.float32([[np.nan, 1.0]]))),
 ]
-SLOW = [pytest.param(tried, marks=pytest.mark.slow) for tried in RIGHT[2:]]
 
 
-@pytest.mark.parametrize("tried", [*RIGHT[:2], *SLOW], ids=lambda p: f"{p.kind} {p.lines[-1][1]}")
+@pytest.mark.slow
+@pytest.mark.parametrize("tried", RIGHT, ids=lambda p: f"{p.kind} {p.lines[-1][1]}")
 def test_fuzz_finds_that_what_is_right_agrees(tried: fuzz.Program) -> None:
     assert fuzz.check(tried) is None
 
@@ -289,10 +287,6 @@ def test_fuzz_finds_that_what_is_right_agrees(tried: fuzz.Program) -> None:
 def test_fuzz_leaves_out_what_no_law_holds_for() -> None:
     far = ONES._replace(scale=np.float32(2.0**60))
     assert fuzz.check(program("scalify", "i0 * i0 * i0", i0=far)) == ""
-    assert fuzz.check(program("scalify", "i0 @ i0[0, 0]")) == ""
     assert fuzz.check(program("quant", "product(i0, i0[0])")) == ""
-    # Zeros, too, have scales whose product is out of range.
-    zeros = fuzz.Input(np.zeros((2, 2), np.float32), np.float32(2.0**97))
-    assert fuzz.check(program("operators", "i0 @ i0", i0=zeros)) == ""
     first, again, other = (fuzz.listing(fuzz.draw(seed, 3)) for seed in (0, 0, 1))
     assert first == again != other

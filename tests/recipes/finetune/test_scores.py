@@ -100,13 +100,10 @@ def test_a_model_that_has_learned_its_labels_is_right(version: str, tmp_path: Pa
 NORMAL = [
     ("The Main Building", "main building"),
     ("an a the", ""),
-    ("", ""),
     ("theatre, Anthem", "theatre anthem"),  # articles are whole words
     ("a-b", "ab"),  # punctuation goes first, so "a" is no word here
-    ("U.S.A.", "usa"),
     ("1878–1901", "1878–1901"),  # punctuation is that of ASCII
     ("the “a” team", "“ ” team"),  # ... and other marks end a word
-    ("a\u0301", "\u0301"),  # an accent that stands by itself is no part of a word
 ]
 # prediction, answer, exact match, F1 of v1.1, F1 of v2.0
 PAIRS = [

@@ -41,17 +41,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("classification", {"text": -1}, r"classification\.text"),
     ("classification", {"pair": "label"}, r"must be different columns; got text 'sentence', pair"),
     ("classification", {"text": "label"}, r"must be different columns"),
-    ("classification", {"pair": "sentence"}, r"must be different columns"),
     ("classification", {"mark_matches": True}, r"mark_matches is of pairs; got pair null"),
 ]
 
 
-@pytest.mark.parametrize(("section", "values", "message"), WRONG)
-def test_wrong_values(section: str, values: dict[str, Any], message: str) -> None:
+def test_wrong_values() -> None:
     tree: dict[str, Any] = {"recipe": "finetune", "name": "task", "init": "run", "task": "squad"}
     tree["data"] = {"train": "train.json", "validation": "dev.json"}
-    with pytest.raises(ValidationError, match=message):
-        FinetuneConfig.model_validate(tree | {section: values})
+    for section, values, message in WRONG:
+        with pytest.raises(ValidationError, match=message):
+            FinetuneConfig.model_validate(tree | {section: values})
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +75,16 @@ def test_the_config_of_an_earlier_version_is_read(folder: Path, tmp_path: Path) 
     assert load_config(kept, kept=True) == config
     tree["squad"]["n_best"] = 5
     kept.write_text(yaml.safe_dump(tree), "utf-8")
-    with pytest.raises(RecipeError, match=r"squad\.n_best is not a key"):
+    with pytest.raises(RecipeError, match=r"squad\.n_best is no longer a key .*; it is always 20"):
         load_config(kept, kept=True)
 
 
-def trained_parameters(config: FinetuneConfig) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Values before training and after, by name."""
+def unmoved(config: FinetuneConfig) -> list[Any]:
+    """The parameters that training left as they were."""
     before = nnx.to_flat_state(nnx.state(build(config), nnx.Param))
     after = dict(nnx.to_flat_state(load_trained(config, pytest.fail)[1].params))
-    return {
-        ".".join(map(str, path)): (
-            np.asarray(to_array(one.get_value())),
-            np.asarray(to_array(after[path].get_value())),
-        )
-        for path, one in before
-    }
+    pairs = [(path, one.get_value(), after[path].get_value()) for path, one in before]
+    return [path for path, old, new in pairs if (to_array(old) == to_array(new)).all()]
 
 
 @pytest.mark.slow
@@ -113,8 +107,7 @@ def test_sentences_are_learned_and_scored(folder: Path, capsys: pytest.CaptureFi
     assert " nats per row\n" in again
     assert "accuracy 1" in again
     assert json.loads((run / "predictions.json").read_text("utf-8")) == predictions
-    moved = trained_parameters(tuned(folder, "classification", *words[1:]))
-    assert [name for name, (before, after) in moved.items() if (before == after).all()] == []
+    assert unmoved(tuned(folder, "classification", *words[1:])) == []
 
 
 @pytest.mark.slow
@@ -126,10 +119,7 @@ def test_questions_are_answered_in_fp8(folder: Path, capsys: pytest.CaptureFixtu
     assert "nats per end of an answer" in said
     predictions = json.loads((folder / "runs" / "squad" / "predictions.json").read_text("utf-8"))
     assert len(predictions) == 12
-    moved = trained_parameters(tuned(folder, "squad", *words[1:]))
-    assert [name for name, (before, after) in moved.items() if (before == after).all()] == []
-    assert main(["train", *words]) == 0
-    assert "all 4 steps are done" in capsys.readouterr().out
+    assert unmoved(tuned(folder, "squad", *words[1:])) == []
 
 
 def test_weights_of_the_encoder_are_those_of_the_run(folder: Path) -> None:
@@ -174,11 +164,11 @@ def test_learning_rates_by_role_are_those_of_the_run(folder: Path) -> None:
     assert embedding("optimizer.multipliers={norm: 2.0}") == 1.0
 
 
-@pytest.mark.parametrize("task", ["squad", "classification"])
-def test_abstract_batches_are_like_those_of_the_data(folder: Path, task: str) -> None:
-    config = tuned(folder, task)
-    expected = [(part.shape, part.dtype) for part in next(load_data(config).training(0))]
-    assert [(part.shape, part.dtype) for part in abstract_batch(config)] == expected
+def test_abstract_batches_are_like_those_of_the_data(folder: Path) -> None:
+    for task in ("squad", "classification"):
+        config = tuned(folder, task)
+        expected = [(part.shape, part.dtype) for part in next(load_data(config).training(0))]
+        assert [(part.shape, part.dtype) for part in abstract_batch(config)] == expected
 
 
 def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
@@ -193,7 +183,7 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").write_text(content, "utf-8")
         with pytest.raises(RecipeError, match=message):
             build(tuned(folder, "squad", f"init={tmp_path}"))
-    with pytest.raises(RecipeError, match="scalify is for plain models"):
+    with pytest.raises(RecipeError, match=r"precision\.scalify .*: expected null for the"):
         tuned(folder, "squad", "precision=scalify_float16")
     data = {
         "data.sequence_length=64": "data.sequence_length: .* learned 32 positions; got 64",
@@ -257,27 +247,19 @@ def test_questions_in_fp8_and_back(plain: Path, capsys: Captured) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["optimizer.umup=true"], r"optimizer\.umup: expected false for the Hugging Face folder"),
-        (
-            ["precision.policy=fp8_delayed"],
-            r"policy: expected float32, bfloat16, float16, fp8 for the Hugg",
-        ),
-        (
-            ["precision.policy=fp8", "precision.monitor=1e-4"],
-            r"monitor, .*: expected null for the Hugging Face folder",
-        ),
-        (["precision.weights=float16"], r"weights and moments: expected null"),
-    ],
-)
-def test_what_a_plain_model_has_not_is_refused(plain: Path, words: list[str], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        tuned(plain, "squad", STANDARD, *words)
+# overrides of a plain model's config, and what the message has to name
+WRONG_PLAIN = [
+    (["optimizer.umup=true"], r"optimizer\.umup: expected false for the Hugging Face folder"),
+    (["precision.policy=fp8_delayed"], r"policy: expected float32, bfloat16, float16, fp8 for"),
+    (["precision.policy=fp8", "precision.monitor=1e-4"], r"monitor, .*: expected null for"),
+    (["precision.weights=float16"], r"weights and moments: expected null"),
+]
 
 
-def test_a_folder_that_does_not_fit_is_named(plain: Path, tmp_path: Path) -> None:
+def test_a_plain_model_or_folder_that_does_not_fit(plain: Path, tmp_path: Path) -> None:
+    for words, message in WRONG_PLAIN:
+        with pytest.raises(RecipeError, match=message):
+            tuned(plain, "squad", STANDARD, *words)
     with pytest.raises(RecipeError, match="learned 32 positions; got 64"):
         load_data(tuned(plain, "squad", STANDARD, "data.sequence_length=64"))
     gpt = copied("gpt2", tmp_path)

@@ -72,7 +72,7 @@ def make(folder: Path, *words: str) -> Any:
     return load_config(LLAMA, [*small, *words])
 
 
-def test_all_products_of_layers_are_in_fp8(folder: Path) -> None:
+def test_all_matmuls_of_layers_are_in_fp8(folder: Path) -> None:
     model: Any = build(make(folder, "model.remat=none"))
     ids = jnp.zeros((1, 16), jnp.int32)
     # Both operands of query, key, value, out, gate, up and down; not of the readout.
@@ -96,6 +96,7 @@ def test_it_learns_resumes_and_writes_a_folder(folder: Path) -> None:
         np.testing.assert_array_equal(own.value, written.get_value())
 
 
+@pytest.mark.slow
 def test_a_parameter_has_five_bytes(folder: Path) -> None:
     """And 4 of a gradient; scales are of whole arrays. The weights are not read."""
     change_config(folder, hidden_size=512, intermediate_size=1536)
@@ -110,11 +111,8 @@ def test_a_parameter_has_five_bytes(folder: Path) -> None:
     ("words", "message"),
     [
         (["lora={}"], r"precision\.matmuls .* needs lora null"),
-        (["lora={}", "precision.matmuls=null"], r"precision\.weights is for models all of whose"),
-        (
-            ["precision.matmuls=qwix"],
-            r"qwix needs init null; got .*; set precision\.matmuls fp8_dynamic",
-        ),
+        (["lora={}", "precision.matmuls=null"], r"precision\.weights"),
+        (["precision.matmuls=qwix"], "qwix needs init null"),
         (["model.width=16"], r"model\.width: expected 32, that of init"),
     ],
     ids=lambda value: str(value)[:40],

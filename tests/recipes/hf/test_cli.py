@@ -69,14 +69,16 @@ def test_tuned_in_fp8(tmp_path: Path, capsys: Captured) -> None:
     assert capsys.readouterr().out.startswith("line")
 
 
-def test_generation_from_a_folder(capsys: Captured) -> None:
-    command = ["generate", str(FOLDER), "--prompt", "The scale", "--tokens", "6", "--stream"]
+def test_generation_from_a_folder(tmp_path: Path, capsys: Captured) -> None:
+    init = one_layer(copied("gpt2", tmp_path))
+    command = ["generate", str(init), "--prompt", "The scale", "--tokens", "6", "--stream"]
     assert main([*command, "--temperature", "0"]) == 0
     text = capsys.readouterr().out.removesuffix("\n")
-    tokenizer = SubwordTokenizer.read(FOLDER / "tokenizer.json")
+    tokenizer = SubwordTokenizer.read(init / "tokenizer.json")
     prompt, ids = (tokenizer.encode(words) for words in ("The scale", text))
-    likeliest = np.argmax(load(FOLDER).model(ids[None])[0], axis=-1)
+    logits = nnx.jit(lambda model, ids: model(ids))(load(init).model, ids[None])
     assert ids.size == prompt.size + 6
+    likeliest = np.argmax(logits[0], axis=-1)
     np.testing.assert_array_equal(ids[prompt.size :], likeliest[prompt.size - 1 : -1])
 
 
@@ -98,18 +100,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("word", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_wrong_configs(word: str, message: str, tmp_path: Path, capsys: Captured) -> None:
-    assert main(["train", *words(tmp_path), word]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_wrong_folders(tmp_path: Path, capsys: Captured) -> None:
+def test_wrong_input(tmp_path: Path, capsys: Captured) -> None:
     def refused(message: str, *arguments: Any) -> None:
         assert main([str(word) for word in arguments]) == 2
         assert message in capsys.readouterr().err
 
+    for word, message in WRONG:
+        refused(message, "train", *words(tmp_path), word)
+    assert not (tmp_path / "runs").exists()
     refused("override 'seed=1': expected none, as", "generate", FOLDER, "seed=1")
     refused("expected a task of bert", "generate", FIXTURES / "bert-mlm")
     refused("--prompt: expected at least one character", "generate", FOLDER, "--prompt", "")
@@ -119,7 +117,7 @@ def test_wrong_folders(tmp_path: Path, capsys: Captured) -> None:
     change_config(folder, vocab_size=299)
     refused(f"at most the 299 ids that {folder} has; got a tokenizer of 300", "generate", folder)
     (folder / "tokenizer.json").unlink()
-    refused("tokenizer.json cannot be read: No such file or directory", "generate", folder)
+    refused("tokenizer.json cannot be read", "generate", folder)
     before = (folder / "model.safetensors").read_bytes()
     refused("OUTPUT: expected a new folder; got", "merge", FOLDER, folder, folder)
     assert (folder / "model.safetensors").read_bytes() == before
@@ -130,7 +128,6 @@ LORA = SHIPPED.parents[1] / "llama" / "lora.yaml"
 
 @pytest.mark.slow
 def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
-    """Trained, and read from the checkpoint."""
     init = one_layer(copied("llama3", tmp_path))
     command = [str(LORA), *words(tmp_path, init)[1:], "lora.rank=2"]
     assert main(["train", *command]) == 0
@@ -146,10 +143,12 @@ def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
     name = "base_model.model.model.layers.0.self_attn.v_proj.lora_B.weight"
     np.testing.assert_array_equal(tensors[name].T, layer.lora_b.get_value())
     assert np.abs(tensors[name]).max() > 0
+    question = ["--adapter", str(adapter), "--prompt", "line", "--tokens", "2"]
+    assert main(["generate", str(init), *question]) == 0
+    assert capsys.readouterr().out.startswith("line")
 
 
 def test_an_adapter_is_added(tmp_path: Path, capsys: Captured) -> None:
-    """In files, and while text is written."""
     init, lora = str(FOLDER), LoraConfig(rank=2, targets=("down",))
     adapter, merged = (str(tmp_path / name) for name in ("adapter", "merged"))
     model: Any = load(init).model
@@ -160,9 +159,6 @@ def test_an_adapter_is_added(tmp_path: Path, capsys: Captured) -> None:
     assert main(["merge", init, adapter, merged]) == 0
     assert capsys.readouterr().out == f"{init} with {adapter} is in {merged}\n"
     chex.assert_trees_all_equal(load(merged).params, load(init, adapter=adapter).params)
-    question = ["--adapter", adapter, "--prompt", "line", "--tokens", "2"]
-    assert main(["generate", init, *question]) == 0
-    assert capsys.readouterr().out.startswith("line")
     assert main(["generate", str(LORA), "--adapter", adapter]) == 2
     assert "--adapter: expected a Hugging Face folder; got" in capsys.readouterr().err
 
@@ -183,26 +179,23 @@ def folder(path: Path, **tokens) -> Path:
     return path
 
 
-def test_templates(tmp_path: Path) -> None:
-    for template in (TEMPLATE, [{"name": "default", "template": TEMPLATE}]):
-        assert chat_prompt(str(folder(tmp_path, chat_template=template)), " How? ") == LAID_OUT
+def test_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chat_prompt(str(folder(tmp_path, chat_template=TEMPLATE)), " How? ") == LAID_OUT
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!", "utf-8")
     assert chat_prompt(str(tmp_path), "How?") == "How?!"
-
-
-# a template, or none, and what the message has to name
-UNUSABLE = [
-    ("{{ raise_exception('no system') }}", "no system"),
-    ("{% if %}", "Expected an expression"),
-    ("{{ messages.__class__.__mro__ }}", "access to attribute"),
-    (None, r"chat_template\.jinja, or chat_template in tokenizer_config\.json"),
-]
-
-
-@pytest.mark.parametrize(("template", "message"), UNUSABLE)
-def test_templates_that_cannot_be_used(template, message: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=message):
-        chat_prompt(str(folder(tmp_path, chat_template=template)), "How?")
+    (tmp_path / "chat_template.jinja").unlink()
+    # a template, or none, and what the message has to name
+    for template, message in (
+        ("{{ raise_exception('no system') }}", "no system"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages.__class__.__mro__ }}", "access to attribute"),
+        (None, r"chat_template\.jinja, or chat_template in tokenizer_config\.json"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            chat_prompt(str(folder(tmp_path, chat_template=template)), "How?")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(RecipeError, match=r"needs jinja2"):
+        chat_prompt(str(tmp_path), "How?")
 
 
 @pytest.mark.slow
@@ -214,9 +207,3 @@ def test_an_answer(tmp_path: Path, capsys: Captured) -> None:
     answer = capsys.readouterr().out
     assert main(["generate", str(chat), "--prompt", LAID_OUT, *options]) == 0
     assert capsys.readouterr().out == LAID_OUT + answer
-
-
-def test_without_jinja(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(RecipeError, match=r"expected jinja2 to be installed"):
-        chat_prompt(str(tmp_path), "How?")

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recipes.config import DecoderConfig, RopeConfig
+from recipes.config import RopeConfig
 from recipes.errors import RecipeError
 from recipes.hf import shape_of_bert, shape_of_decoder
 from recipes.hf.plain import attend, frequencies, rotate
@@ -78,8 +79,7 @@ INERT = {
     "bad_words_ids": None,
     "is_encoder_decoder": False,
     "length_penalty": 1.0,
-    "prefix": "",
-    "pruned_heads": {},
+    "num_beams": 4,
     "unknown": None,
 }
 
@@ -131,24 +131,30 @@ def test_older_spellings(name: str, keys: dict[str, Any], tmp_path: Path) -> Non
 
 FULL, LOCAL = "full_attention", "sliding_attention"
 OLDEST = "original_max_position_embeddings"
-UNUSED = LINEAR | {"attention_factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 2.0, "truncate": False}
 # fixture, keys, and what they change in the shape, or after a dot in its decoder
 KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("gpt2", {"n_inner": None, "layer_norm_epsilon": 0.1}, {"mlp_ratio": 4.0, "norm_eps": 0.1}),
+    ("gpt2", {"n_inner": None, "layer_norm_epsilon": 0.1}, {"mlp_ratio": 4.0, ".norm_eps": 0.1}),
     ("llama2", {"hidden_act": "gelu_new", "rms_norm_eps": 0.1}, {".activation": "gelu_tanh"}),
     ("llama2", {"mlp_bias": True}, {".biases": ("mlp",), ".attention_scale": None}),
-    ("llama2", {"rope_parameters": LINEAR | {"rope_theta": 9.0}}, {".rope.base": 9.0}),
-    ("llama2", {"rope_parameters": LINEAR | {"factor": 3.0}}, {".rope.factor": 3.0}),
-    ("llama2", {"rope_parameters": UNUSED}, {".rope.attention_factor": 1.0}),
+    (
+        "llama2",
+        {"rope_parameters": LINEAR | {"rope_theta": 9.0, "attention_factor": 2.0}},
+        {".rope.base": 9.0, ".rope.factor": 2.0, ".rope.attention_factor": 1.0},
+    ),
     ("llama3", {"attention_bias": False}, {".biases": (), ".query_key_norms": False}),
-    ("llama3", {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5}}, {".rope.low_factor": 1.5}),
-    ("llama3", {"rope_parameters": LLAMA3 | {"high_freq_factor": 3}}, {".rope.high_factor": 3}),
-    ("llama3", {"rope_parameters": LLAMA3 | {OLDEST: 32}}, {".rope.context": 32}),
+    (
+        "llama3",
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5, "high_freq_factor": 3, OLDEST: 32}},
+        {".rope.low_factor": 1.5, ".rope.high_factor": 3, ".rope.context": 32},
+    ),
     ("llama3", {"rope_parameters": LLAMA3 | {OLDEST: None}}, {".rope.context": 64}),
-    ("qwen3", {"rope_parameters": YARN}, {".rope.fast": 2.0, ".rope.slow": 1.0}),
-    ("qwen3", {"rope_parameters": YARN}, {".rope.truncate": False, ".rope.context": 64}),
-    ("qwen3", {"rope_parameters": YARN}, {".rope.attention_factor": 0.1 * np.log(8) + 1}),
+    (
+        "qwen3",
+        {"rope_parameters": YARN},
+        {".rope.fast": 2.0, ".rope.slow": 1.0, ".rope.truncate": False, ".rope.context": 64}
+        | {".rope.attention_factor": 0.1 * np.log(8) + 1},
+    ),
     ("qwen3", {"rope_parameters": YARN | {"attention_factor": 2}}, {".rope.attention_factor": 2}),
     ("qwen3", {"rope_parameters": YARN | {"factor": 0.5}}, {".rope.attention_factor": 1.0}),
     ("mistral", {"sliding_window": 5}, {".window": 5, ".local_layers": (0, 1)}),
@@ -167,9 +173,12 @@ KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gemma3", GONE | {"rope_local_base_freq": 20.0}, {".local_rope.base": 20.0}),
     ("gemma3", {}, {".query_key_norms": True, "kv_heads": 2}),
     ("roberta-mlm", {"pad_token_id": 5}, {"padding": 5, "longest": 26}),
-    ("roberta-mlm", {"pad_token_id": ..., "hidden_act": "gelu_new"}, {"padding": 1}),
-    ("roberta-mlm", {"hidden_act": "gelu_new"}, {".activation": "gelu_tanh"}),
-    ("roberta-mlm", {"hidden_act": "gelu_new"}, {"head_activation": "gelu"}),
+    ("roberta-mlm", {"pad_token_id": ...}, {"padding": 1}),
+    (
+        "roberta-mlm",
+        {"hidden_act": "gelu_new"},
+        {".activation": "gelu_tanh", "head_activation": "gelu"},
+    ),
     ("bert-mlm", {"layer_norm_eps": 0.1}, {"norm_eps": 0.1, "longest": 32, "padding": None}),
     ("bert-mlm", {"hidden_act": "gelu_new"}, {"head_activation": "gelu_tanh", "modern": False}),
     ("bert-mlm", {"hidden_dropout_prob": 0.3}, {"segments": 2, "dropout": 0.3}),
@@ -179,7 +188,7 @@ KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("modernbert-mlm", {"local_attention": 6}, {".window": 4, "longest": 32, "modern": True}),
     ("modernbert-mlm", {"layer_types": [FULL] * 3}, {".local_layers": (), ".window": None}),
     ("modernbert-mlm", {"classifier_activation": "silu"}, {"head_activation": "silu"}),
-    ("modernbert-mlm", {"norm_eps": 0.1, "norm_bias": True}, {"norm_eps": 0.1, "norm_bias": True}),
+    ("modernbert-mlm", {"norm_eps": 0.1, "norm_bias": True}, {".norm_eps": 0.1, "norm_bias": True}),
     ("modernbert-mlm", {"decoder_bias": False}, {"readout_bias": False, "head_bias": True}),
     ("modernbert-mlm", {"mlp_dropout": 0.2, "mlp_bias": True}, {"dropout": 0.2}),
     ("modernbert-classes", {"classifier_pooling": "cls"}, {"pooling": "cls", "classes": 3}),
@@ -200,17 +209,17 @@ CODE = {"AutoConfig": "configuration_bert.BertConfig"}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # keys that may change what is computed
     ("SmolLM2-135M-Instruct", {"rope_interleaved": True}, "rope_interleaved: .*True"),
-    ("mistral", {"layer_types": [FULL] * 2}, "layer_types: expected no key"),
-    ("llama3", {"width": 8}, "width: expected no key .*got 8"),
-    ("distilgpt2", {"multi_query": True}, "multi_query: expected no key .*True"),
-    ("bert-mlm", {"embedding_size": 128}, "embedding_size: expected no key"),
-    ("modernbert-mlm", {"sliding_window": 8}, "sliding_window: expected no key"),
+    ("mistral", {"layer_types": [FULL] * 2}, "layer_types: .* unknown"),
+    ("llama3", {"width": 8}, "width: .*unknown.*got 8"),
+    ("distilgpt2", {"multi_query": True}, "multi_query: .*unknown.*True"),
+    ("bert-mlm", {"embedding_size": 128}, "embedding_size: .*unknown"),
+    ("modernbert-mlm", {"sliding_window": 8}, "sliding_window: .*unknown"),
     ("bert-mlm", {"auto_map": CODE}, "auto_map: .*'configuration_bert"),
     # values that no model here has
     ("gemma-3-270m", {"model_type": "gemma3"}, "model_type gpt2, llama, .*got 'gemma3'"),
     ("bert-mlm", {"model_type": "albert"}, "model_type bert, roberta, modernbert; got 'albert'"),
     ("gpt2", {"activation_function": "relu"}, "activation_function: .*got 'relu'"),
-    ("gpt2", {"n_embd": ...}, "n_embd: expected Field required"),
+    ("gpt2", {"n_embd": ...}, "n_embd: Field required"),
     ("gpt2", {"n_head": 3}, "heads must divide width; got heads 3"),
     ("llama3", {"num_key_value_heads": 3}, "kv_heads must divide heads; got kv_heads 3"),
     ("qwen3", {"head_dim": 5}, "even head size .* 5"),
@@ -219,15 +228,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"use_bidirectional_attention": True}, "bidirectional_attention: .* got True"),
     ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping: .*got 5"),
     ("bert-mlm", {"position_embedding_type": "relative_key"}, "got 'relative_key'"),
-    ("bert-mlm", {"hidden_size": "16"}, "hidden_size: expected a valid integer; got '16'"),
-    ("roberta-mlm", {"pad_token_id": 31}, "pad_token_id: .*got 31 and 32"),
+    ("bert-mlm", {"hidden_size": "16"}, "hidden_size: .*integer; got '16'"),
     # rotary positions
     ("llama2", {"rope_scaling": {"type": "yarn"}}, "rope_type yarn with factor"),
-    ("llama2", {"rope_scaling": YARN | {"finetuned": True}}, "rope_scaling.finetuned: .* no such"),
+    ("llama2", {"rope_scaling": YARN | {"rope_type": "dynamic"}}, "scaling: .*got 'dynamic'"),
+    ("llama2", {"rope_scaling": YARN | {"finetuned": True}}, "finetuned: .*got True"),
     ("llama2", {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast .*got 0.5, 1.0 and 100"),
-    ("llama3", {"rope_parameters": YARN | {"rope_type": "llama3"}}, "with low_freq_factor, high_f"),
+    ("llama3", {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_factor .*1.0 and 1"),
+    ("llama3", {"rope_parameters": YARN | {"rope_type": "llama3"}}, "with high_freq_.*, low_freq"),
     ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, f"{FULL} and {LOCAL}; got rope_t"),
-    ("gemma3", {"rope_scaling": OLD_LINEAR}, "rope_scaling: expected None"),
+    ("gemma3", {"rope_scaling": OLD_LINEAR}, "rope_scaling: "),
 ]
 
 
@@ -235,15 +245,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_refused(name: str, keys: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=rf"config\.json: .*{message}"):
         shape_of(name, tmp_path, **keys)
-
-
-def test_shapes_that_contradict_themselves() -> None:
-    with pytest.raises(ValueError, match=r"local layers need a window; got layers \[0, 3\]"):
-        DecoderConfig(local_layers=(0, 3))
-    with pytest.raises(ValueError, match=r"high_factor above its low_factor; got 1\.0 and 2\.0"):
-        RopeConfig(scaling="llama3", low_factor=2.0, high_factor=1.0)
-    with pytest.raises(ValueError, match=r"beta_fast of at least its beta_slow, .*got 1\.0, 2\.0 "):
-        RopeConfig(scaling="yarn", fast=1.0, slow=2.0)
 
 
 def yarn(size: int, base: float, context: int, given: dict[str, Any]) -> tuple[np.ndarray, float]:
@@ -315,15 +316,15 @@ def test_rotation_and_attention_in_float16() -> None:
     q, k, v = (jnp.asarray(draw.standard_normal((2, 3, 2, 8)), jnp.float16) for _ in range(3))
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     places, turn = jnp.asarray([0, 5, 17]), frequencies(8, RopeConfig())
-    half = rotate(q, places, turn)
-    np.testing.assert_array_equal(half, rotate(wide[0], places, turn).astype(jnp.float16))
+    turned = jax.jit(lambda x, factor: rotate(x, places, turn, factor), static_argnums=1)
+    half = turned(q, 1)
+    np.testing.assert_array_equal(half, turned(wide[0], 1).astype(jnp.float16))
     assert half.dtype == jnp.float16
-    turned = rotate(wide[0], places, turn, 1.5)
-    np.testing.assert_allclose(turned, 1.5 * rotate(wide[0], places, turn), rtol=1e-5)
+    np.testing.assert_allclose(turned(wide[0], 1.5), 1.5 * turned(wide[0], 1), rtol=1e-5)
     options: dict[str, Any]
     for options in ({"is_causal": True}, {"cap": 0.7, "mask": jnp.ones((1, 1, 3, 3), bool)}):
-        expected = attend(*wide, **options).astype(jnp.float16)
-        np.testing.assert_array_equal(attend(q, k, v, **options), expected)
+        run = jax.jit(lambda *arrays, options=options: attend(*arrays, **options))
+        np.testing.assert_array_equal(run(q, k, v), run(*wide).astype(jnp.float16))
 
 
 SIZES = {
@@ -331,22 +332,11 @@ SIZES = {
     *("max_position_embeddings", "num_key_value_heads", "head_dim"),
     *("n_embd", "n_layer", "n_head", "n_positions", "model_type"),
 }
-KINDS = [
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "bert",
-    "roberta",
-    "modernbert",
-]
+KINDS = "llama mistral qwen2 qwen3 gemma2 gemma3_text gpt2 bert roberta modernbert"
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS.split())
 def test_defaults_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     transformers = importlib.import_module("transformers")
     theirs = transformers.AutoConfig.for_model(kind).to_dict()

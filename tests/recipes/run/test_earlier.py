@@ -112,16 +112,16 @@ def test_the_tokenizer_is_the_run_s(make_config: MakeConfig, text_file: Path) ->
         config = make_config(*words, *given)
         assert config.data.tokenizer.path == str(Path(folder).absolute() / TOKENIZER_FILE)
         assert load_data(config).tokenizer.identity == data.tokenizer.identity
-    with pytest.raises(RecipeError, match=r"data\.tokenizer\.kind: expected file, .*got 'byte'"):
+    with pytest.raises(RecipeError, match=r"data\.tokenizer: expected .*'file', .*got .*'byte'"):
         make_config(*words, "data.tokenizer.kind=byte")
 
 
 WRONG = {
     "model.width=32": r"model\.width: expected 16, that of init .*; got 32; remove it",
     "model.residual={scheme: fixed}": r"model\.residual: expected \{.*got \{'scheme': 'fixed'\}",
-    "data.tokenizer={kind: bpe}": r"tokenizer\.kind: expected byte, .* got 'bpe'; remove it",
+    "data.tokenizer={kind: bpe}": r"data\.tokenizer: expected .*'byte'.* got .*'bpe'\}; remove it",
     "data.sequence_length=64": r"model\.context must be at least .*; got 16 and 64",
-    "lora={}": r"lora needs init, the Hugging Face folder .* got .*tiny; set init",
+    "lora={}": r"lora needs init, a Hugging Face folder; got .*tiny; set init",
 }
 
 

@@ -39,14 +39,17 @@ def test_a_preset_is_a_section_whose_keys_may_change(make_config: MakeConfig) ->
 
 
 MISTAKES = [
-    ((*OURS, "precision=bfloat16", "precision.monitor=0.1"), "monitor needs a policy whose scales"),
+    (
+        (*OURS, "precision=bfloat16", "precision.monitor=0.1"),
+        "monitor needs policy fp8 or fp8_d",
+    ),
     ((*OURS, "precision=fp8_dynamic", "precision.monitor=0.1"), "got policy fp8_dynamic"),
     ((*DELAYED, "precision.monitor=0.1", "precision.rebalance=true"), "rebalance needs monitor"),
     ((*FP8, "precision.monitor=1.5"), r"precision\.monitor"),
-    ((*OURS, "precision.readout=true"), "readout needs a policy with FP8 matmuls"),
-    ((*DELAYED, "precision.readout=gradients"), "readout gradients needs a policy that keeps no"),
+    ((*OURS, "precision.readout=true"), "readout needs an FP8 policy"),
+    ((*DELAYED, "precision.readout=gradients"), "readout gradients needs a policy without"),
     (("precision.rounding=stochastic",), "rounding stochastic needs weights or moments"),
-    (("precision=scalify_float16", "precision.weights=float16"), "scalify stores parameters"),
+    (("precision=scalify_float16", "precision.weights=float16"), "scalify stores weights"),
     (("precision.matmuls=fp8",), "matmuls fp8 needs scalify"),
     (("precision=scalify_float16", "precision.matmuls=qwix"), "need scalify null"),
     (("precision.frozen=float8_e4m3fn",), r"precision\.frozen needs lora"),
