@@ -325,7 +325,10 @@ def assert_same(found, expected) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"norm_placement": "post", "norm": "layer", "activation": "silu_glu"},
+        pytest.param(
+            {"norm_placement": "post", "norm": "layer", "activation": "silu_glu"},
+            marks=pytest.mark.slow,
+        ),
         {"dropout_rate": 0.3, "remat": "dots", "num_kv_heads": 1},
         *(
             pytest.param(options, marks=pytest.mark.slow)
@@ -345,9 +348,10 @@ def test_a_scan_computes_what_layers_do_one_by_one(options) -> None:
 
 @pytest.mark.parametrize(
     ("placement", "scale"),
-    [("post", 4.0), pytest.param("pre", np.float32([[[4]], [[0.5]]]), marks=pytest.mark.slow)],
+    [("post", 4.0), ("pre", np.float32([[[4]], [[0.5]]]))],
     ids=str,
 )
+@pytest.mark.slow
 def test_scaled_parameters_and_inputs(placement: str, scale) -> None:
     """As an optimizer makes them: its biases have one scale for all layers."""
     stack = stack_of(norm_placement=placement)
