@@ -237,10 +237,8 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [p if p == "fp8" else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_policies_of_a_mixture(policy) -> None:
     """As float32, up to the rounding of the format; the same experts are chosen."""
     x, cotangent = draw(1, TOKENS, WIDTH), draw(2, TOKENS, WIDTH)
