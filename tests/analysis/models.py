@@ -185,7 +185,6 @@ VALID: dict[str, Callable[[], Model]] = {
     "stack fp8": stack("fp8", activation="silu_glu"),
     "stack fp8_dynamic": stack("fp8_dynamic", rotary_base=50.0, num_kv_heads=1, remat="layer"),
     "dithered fp8": functional(fp8_readout),
-    "conv": module(lambda rngs: nn.Conv(4, 6, 3, rngs=rngs)),
     "mixture of experts": module(lambda rngs: nn.MoE(4, 6, experts=3, rngs=rngs)),
 }
 BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
@@ -198,10 +197,6 @@ BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
     "activation beside experts": (
         {"gelu"},
         beside_experts(lambda h: ops.gelu(h, constraint=None)),
-    ),
-    "gated": (
-        {"gelu_glu"},
-        functional(beside(lambda p, h: ops.gelu_glu(h, ops.dense(h, p["c"]), constraint=None))),
     ),
     "matmul": ({"matmul"}, functional(matmul(None))),
     "attention": ({"dot_product_attention"}, functional(attention(None))),
@@ -230,20 +225,4 @@ BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
     ),
     "lost": ({"scale_bwd"}, functional(chain(lambda p, h: ops.scale_bwd(h, 0.0)))),
     "wrong rule": ({"bent"}, functional(chain(lambda p, h: bent(h.data)))),
-    "layer": (
-        {"dense"},
-        module(
-            lambda rngs: nnx.Sequential(
-                nn.Dense(4, 6, rngs=rngs),
-                nn.Residual(nn.MLP(6, 8, rngs=rngs), tau=0.5, depth=1),
-                nn.Residual(
-                    nnx.Sequential(
-                        nn.Dense(6, 9, constraint=None, rngs=rngs), nn.Dense(9, 6, rngs=rngs)
-                    ),
-                    tau=0.5,
-                    depth=2,
-                ),
-            )
-        ),
-    ),
 }

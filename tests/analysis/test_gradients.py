@@ -10,7 +10,7 @@ from unitscale import as_scaled, batch_size, ops
 from unitscale.analysis import check_gradients
 
 EXPENSIVE = {
-    *("mixture of experts", "activation beside experts", "stack fp8_dynamic", "conv", "layer"),
+    *("mixture of experts", "activation beside experts", "stack fp8_dynamic"),
     *("tied", "attention", "recurrent", "layer_norm", "scan", "residual of two taus"),
     "inside of a residual",
 }

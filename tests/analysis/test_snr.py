@@ -13,7 +13,7 @@ from unitscale.core import format_of
 from unitscale.quant import Block, dequantize, quantize
 
 DRAWS = 2**17
-X = np.asarray(jax.random.normal(jax.random.key(0), (DRAWS,)))
+X = np.random.default_rng(0).normal(size=DRAWS).astype(np.float32)
 # Errors of the draws vary by their own size: five deviations of a mean of so many, in decibels.
 # Where few values carry the error, in the tails, their kurtosis does: those scales are left out.
 DECIBELS = 5 * 4.34 * (6 / DRAWS) ** 0.5

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.nn.models import Decoder
+from tests.nn.table import Decoder
 from tests.optimizers import scaled
 from tests.quant.products import state_of, three_products
 from unitscale import nn, ops, quant

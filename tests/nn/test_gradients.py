@@ -14,7 +14,7 @@ from tests.gradients import WrongGradient, check
 from tests.modules import FLOAT64, build, model_loss
 from unitscale import nn
 
-from .models import Decoder
+from .table import Decoder
 
 BATCH, TIME, WIDTH = 2, 5, 4
 
@@ -98,7 +98,12 @@ LAYERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+SLOW = "moe, probabilities", "lstm", "rhn", "simple", "mlp", "rms_norm"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYERS]
+)
 def test_layer(name) -> None:
     constants = check_layer(LAYERS[name])
     items, expected = BATCH * TIME, {}
@@ -139,7 +144,10 @@ def test_attention(options, apply, zero) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"norm_placement": "post", "residual_scheme": "depth", "dropout_rate": 0.2},
+        pytest.param(
+            {"norm_placement": "post", "residual_scheme": "depth", "dropout_rate": 0.2},
+            marks=pytest.mark.slow,
+        ),
         {"norm_placement": "none", "residual_scheme": "running_mean", "remat": "layer"},
         pytest.param({"norm_placement": "post", "norm": "layer"}, marks=pytest.mark.slow),
     ],
@@ -156,7 +164,9 @@ TIED |= {"dropout_rate": 0.2, "residual_scheme": "fixed", "residual_tau": 0.4}
 LEARNED = {"learned": True, "num_kv_heads": 1, "norm": "layer", "residual_mult": 0.7}
 
 
-@pytest.mark.parametrize("options", [TIED, LEARNED], ids=["tied", "learned"])
+@pytest.mark.parametrize(
+    "options", [TIED, pytest.param(LEARNED, marks=pytest.mark.slow)], ids=["tied", "learned"]
+)
 def test_language_model(options) -> None:
     """From ids to the loss, with norms before the branches; each row has what others leave out."""
     model = build(lambda: Decoder(8, policy=FLOAT64, **options))

@@ -13,8 +13,7 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-from tests.nn.models import Decoder
-from tests.nn.table import LAYERS, make
+from tests.nn.table import LAYERS, Decoder, make
 from tests.optimizers import scaled
 from tests.products import products
 from unitscale import nn, rules
@@ -103,7 +102,7 @@ def test_jit_vmap_scan_and_remat(name) -> None:
     assert isinstance(nnx.eval_shape(lambda m, x: m(x), model, x), ScaledArray)
 
 
-@some("einsum", "lora", "conv", "layer_norm", "positions", "moe", "gru")
+@some("einsum", "lora", "conv", "layer_norm", "positions")
 def test_parameters_may_be_scaled_arrays(name) -> None:
     """As an optimizer stores them, with every scale moved by a factor."""
     model, layer = make(name)
@@ -125,18 +124,19 @@ def test_parameters_may_be_scaled_arrays(name) -> None:
 
 
 COMPUTE = {"float16": "float16", "fp8_delayed": "bfloat16"}
-FP8_LAYERS = ("lora", "conv", "moe", "attention", "gru")
+FP8_LAYERS = ("lora", "conv", "attention")
 
 
 @pytest.mark.filterwarnings("ignore::unitscale.quant.StaleScalesWarning")
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        *((name, "float16") for name in LAYERS),
-        *(
-            pytest.param(n, "fp8_delayed", marks=() if n in FP8_LAYERS else pytest.mark.slow)
-            for n in LAYERS
-        ),
+        pytest.param(n, policy, marks=() if n in quick else pytest.mark.slow)
+        for policy, quick in (
+            ("float16", LAYERS.keys() - {"simple", "lstm", "rhn", "stack"}),
+            ("fp8_delayed", FP8_LAYERS),
+        )
+        for n in LAYERS
     ],
 )
 def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
@@ -210,7 +210,12 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("name", SCALES)
+QUICK = ("readout", "lora", "norm")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCALES]
+)
 def test_outputs_and_gradients_are_unit(name) -> None:
     """At initialisation, to five standard errors of independent trials."""
     make, shape, out, grad, bias = SCALES[name]
@@ -259,6 +264,7 @@ def test_strict_promotion_of_a_step() -> None:
         assert nnx.eval_shape(step, *trained("bfloat16", tied=True)).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_step_under_debug_nans_makes_none_and_copies_go_on_alike() -> None:
     model, optimizer = trained("fp8_delayed", learned=True)
     run = nnx.jit(step)

@@ -25,7 +25,7 @@ X = RNG.normal(size=(4, 6, 8)).astype(np.float32)
     ("axes", "scan"),
     [
         ({"fsdp": 4}, True),
-        ({"fsdp": 2, "context": 2}, False),
+        pytest.param({"fsdp": 2, "context": 2}, False, marks=pytest.mark.slow),
         pytest.param({"fsdp": 4}, False, marks=pytest.mark.slow),
         pytest.param({"fsdp": 2, "tensor": 2}, True, marks=pytest.mark.slow),
     ],
@@ -76,7 +76,8 @@ class Model(nnx.Module):
         return self.readout(self.stack(self.recurrent(self.positions(x))))
 
 
-@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.slow
 def test_gradients_of_a_model(check: bool) -> None:
     graphdef, params = nnx.split(Model(nnx.Rngs(0)))
 
@@ -102,7 +103,8 @@ def test_gradients_of_a_model(check: bool) -> None:
             assert relative_error(ours, expected) < 2**-18, name
 
 
-@pytest.mark.parametrize("policy", ["float32", pytest.param("fp8_delayed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["float32", "fp8_delayed"])
+@pytest.mark.slow
 def test_a_language_model_on_such_a_mesh(policy: str) -> None:
     ids = RNG.integers(0, 16, (8, 7))
 

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from tests.gradients import jit
 from tests.modules import build
-from tests.parallel.devices import explicit_mesh, mesh_of
+from tests.parallel.devices import explicit_mesh
 from tests.refusals import refuses
-from unitscale import batch_over, nn, ops, parallel, rules
+from unitscale import batch_over, nn, ops, rules
 
 PLAIN = {"gelu": jax.nn.gelu, "silu": jax.nn.silu, "relu": jax.nn.relu, "tanh": jnp.tanh}
 WIDTH, HIDDEN, TOKENS = 16, 24, 40
@@ -48,7 +48,12 @@ def test_values_of_an_mlp() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "activation"), [("fp8", "gelu"), ("fp8", "silu_glu"), ("fp8_dynamic", "gelu")]
+    ("policy", "activation"),
+    [
+        ("fp8", "gelu"),
+        pytest.param("fp8", "silu_glu", marks=pytest.mark.slow),
+        ("fp8_dynamic", "gelu"),
+    ],
 )
 def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str) -> None:
     """The backward has what the activation is of, and not what it gives.
@@ -78,6 +83,7 @@ def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 def test_recomputation_under_vmap_and_scan_and_of_parts_of_a_batch() -> None:
     """The backward pass is traced after the parts were told, and has their factors."""
     layer = nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
@@ -156,10 +162,11 @@ def gradients(model, x, cotangent):
     ("experts", "top_k", "width", "options"),
     [
         (16, 4, 32, {"router_mult": 2.0}),
-        pytest.param(8, 1, 64, {}, marks=pytest.mark.slow),
-        pytest.param(6, 3, 32, {"renormalize": False}, marks=pytest.mark.slow),
+        (8, 1, 64, {}),
+        (6, 3, 32, {"renormalize": False}),
     ],
 )
+@pytest.mark.slow
 def test_scale_of_a_mixture(experts, top_k, width, options) -> None:
     """Outputs, logits and all weights' gradients are unit, those of biases too.
 
@@ -230,10 +237,8 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [p if p == "fp8" else pytest.param(p, marks=pytest.mark.slow) for p in POLICIES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
 def test_policies_of_a_mixture(policy) -> None:
     """As float32, up to the rounding of the format; the same experts are chosen."""
     x, cotangent = draw(1, TOKENS, WIDTH), draw(2, TOKENS, WIDTH)
@@ -243,32 +248,6 @@ def test_policies_of_a_mixture(policy) -> None:
     for narrow, exact in zip(*map(jax.tree.leaves, results), strict=True):
         narrow, exact = np.asarray(narrow, np.float64), np.asarray(exact, np.float64)
         assert np.linalg.norm(narrow - exact) < POLICIES[policy] * np.linalg.norm(exact)
-
-
-@pytest.mark.slow
-def test_a_mixture_in_a_transformer() -> None:
-    """In place of the MLP of each layer, one by one, or scanned and computed again."""
-    mlp = functools.partial(nn.MoE, experts=3, load_balancing=0.1)
-    stack = build(
-        lambda: nn.TransformerStack(2, 8, 2, 12, mlp=mlp, is_causal=True, rngs=nnx.Rngs(0))
-    )
-    assert stack.layers[0].mlp.router.get_metadata()["depth"] == 4
-    other = stack.with_scan(True)
-    other.remat = "layer"
-    x = draw(9, 2, 5, 8)
-
-    def loss(model):
-        return jnp.sum(jnp.sin(model(x).value))
-
-    (value, grads), (again, same) = jit(
-        lambda a, b: (nnx.value_and_grad(loss)(a), nnx.value_and_grad(loss)(b))
-    )(stack, other)
-    np.testing.assert_allclose(again, value, rtol=1e-5)
-    layers = nnx.to_pure_dict(grads)["layers"]
-    grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), layers[0], layers[1])
-    same = nnx.to_pure_dict(same)["layers"]
-    for a, b in zip(*map(jax.tree.leaves, (same, grads)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_experts_without_tokens_one_with_all_and_no_tokens() -> None:
@@ -314,15 +293,11 @@ def test_losses_of_the_router() -> None:
     ("axes", "spec", "policy"),
     [
         ({"data": 2, "expert": 2}, P(("data", "expert")), "float32"),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                ({"data": 2, "expert": 2}, P("data"), "fp8_delayed"),
-                ({"data": 2, "tensor": 2}, P("data", None, "tensor"), "float32"),
-            )
-        ),
+        ({"data": 2, "expert": 2}, P("data"), "fp8_delayed"),
+        ({"data": 2, "tensor": 2}, P("data", None, "tensor"), "float32"),
     ],
 )
+@pytest.mark.slow
 def test_experts_on_a_mesh_whose_axes_are_part_of_the_type(axes, spec, policy) -> None:
     x, cotangent = draw(7, 8, 6, WIDTH), draw(8, 8, 6, WIDTH)
 
@@ -347,26 +322,6 @@ def test_experts_on_a_mesh_whose_axes_are_part_of_the_type(axes, spec, policy) -
     tolerance = {"float32": 2**-17, "fp8_delayed": 2**-7}[policy]
     for a, b in zip(found, expected, strict=True):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
-
-
-@pytest.mark.slow
-def test_experts_on_many_devices() -> None:
-    """Each device computes its own experts, and the result is that of one device."""
-    x, cotangent = draw(7, 8, 6, WIDTH), draw(8, 8, 6, WIDTH)
-    run, params = gradients(moe("fp8", load_balancing=0.1), x, cotangent)
-    expected = jax.jit(run)(params, x)
-    mesh = mesh_of(data=2, expert=2)
-    shardings = parallel.param_shardings(params, mesh, small=1)
-    kernel = shardings["experts"]["up"]["kernel"].get_value()
-    assert kernel.spec[0] == "expert"
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(params, shardings), parallel.shard_batch(x, mesh)
-        found = jax.jit(run)(*placed)
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        # The devices' gradients of the input add up in another order, and round to bfloat16.
-        error = np.abs(a - b).max() / np.abs(b).max()
-        assert error <= 4 * float(jnp.finfo("bfloat16").eps)
 
 
 def forward_derivative() -> None:

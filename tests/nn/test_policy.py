@@ -105,6 +105,7 @@ def test_fp8_weights_are_quantized_from_the_parameter_itself() -> None:
 @pytest.mark.parametrize("policy", ["float16", "fp8"])
 def test_large_inputs_are_finite_and_infinite_ones_are_not_hidden(policy: str) -> None:
     layer = nn.Dense(4, 3, policy=policy, rngs=nnx.Rngs(0))
+    layer.kernel.set_value(jnp.ones((4, 3)))
     x = jnp.zeros((3, 4)).at[:, 0].set(jnp.asarray([1e5, jnp.inf, jnp.nan]))
     finite = np.isfinite(np.asarray(nnx.jit(lambda layer, x: layer(x))(layer, x).value, np.float32))
     np.testing.assert_array_equal(finite.all(1), [True, False, False])
@@ -316,19 +317,6 @@ def test_an_initializer_with_metadata_shards_its_parameter() -> None:
             assert isinstance(stored, ScaledArray)
             assert stored.data.sharding.spec == spec
             assert nnx.get_partition_spec(nnx.state(layer))[key].get_value() == spec
-
-
-def test_weights_are_standard_normal_in_the_dtype_of_the_policy() -> None:
-    policy = nn.Policy(param_dtype="bfloat16")
-    kernel, other = (nn.Dense(200, 300, policy=policy, rngs=nnx.Rngs(i)).kernel for i in range(2))
-    values = np.asarray(kernel.get_value(), np.float64)
-    assert kernel.dtype == jnp.bfloat16
-    # Five standard errors of the mean, the variance and the fourth moment of 60,000 normals.
-    n = values.size
-    assert abs(values.mean()) < 5 / n**0.5
-    assert abs((values**2).mean() - 1) < 5 * (2 / n) ** 0.5 + 2**-8
-    assert abs((values**4).mean() - 3) < 5 * (96 / n) ** 0.5 + 3 * 2**-7
-    assert not np.array_equal(values, np.asarray(other.get_value(), np.float64))
 
 
 def test_a_parameter_meets_a_scaled_array_as_its_array_does() -> None:

@@ -68,7 +68,9 @@ def test_a_model_with_its_optimizer() -> None:
         assert_same(serialization.from_bytes(other, serialization.to_bytes(saved)), saved)
 
 
-@pytest.mark.parametrize("preset", ["fp8_static", "fp8_dynamic"])
+@pytest.mark.parametrize(
+    "preset", ["fp8_static", pytest.param("fp8_dynamic", marks=pytest.mark.slow)]
+)
 def test_a_served_model_is_restored_by_orbax(tmp_path: Path, preset: str) -> None:
     def make(seed: int) -> nnx.Module:
         model = nnx.Sequential(
@@ -115,6 +117,7 @@ def test_layers_of_any_batch() -> None:
     np.testing.assert_allclose(exported.call(x), program(x), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_of_a_model_of_equinox() -> None:
     model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_array)

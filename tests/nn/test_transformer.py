@@ -91,7 +91,7 @@ def test_attention_against_numpy() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "masked"),
-    [((3, 2), (3, 2, 1, TIME, TIME)), ((3, 2), (HEADS, 1, TIME)), ((), (HEADS, TIME, TIME))],
+    [((3, 2), (3, 2, 1, TIME, TIME)), ((), (HEADS, 1, TIME))],
 )
 def test_any_number_of_batch_axes(batch, masked) -> None:
     """As one sequence at a time."""
@@ -325,7 +325,10 @@ def assert_same(found, expected) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"norm_placement": "post", "norm": "layer", "activation": "silu_glu"},
+        pytest.param(
+            {"norm_placement": "post", "norm": "layer", "activation": "silu_glu"},
+            marks=pytest.mark.slow,
+        ),
         {"dropout_rate": 0.3, "remat": "dots", "num_kv_heads": 1},
         *(
             pytest.param(options, marks=pytest.mark.slow)
@@ -345,9 +348,10 @@ def test_a_scan_computes_what_layers_do_one_by_one(options) -> None:
 
 @pytest.mark.parametrize(
     ("placement", "scale"),
-    [("post", 4.0), pytest.param("pre", np.float32([[[4]], [[0.5]]]), marks=pytest.mark.slow)],
+    [("post", 4.0), ("pre", np.float32([[[4]], [[0.5]]]))],
     ids=str,
 )
+@pytest.mark.slow
 def test_scaled_parameters_and_inputs(placement: str, scale) -> None:
     """As an optimizer makes them: its biases have one scale for all layers."""
     stack = stack_of(norm_placement=placement)
@@ -449,11 +453,9 @@ test_errors = refuses(
         (ValueError, lambda: decode(2, 9), "a cache needs is_causal=True"),
         (ValueError, lambda: decode(2, 4, **CAUSAL), "KVCache: expected keys .*'at most 4'"),
         (ValueError, lambda: decode(3, 9, **CAUSAL), r"KVCache: expected keys .*\(3, .*got \(2"),
-        (ValueError, lambda: attention()(inputs(features=9)), "kernel must be"),
         (ValueError, lambda: layer_of(activation="geglu"), "activation must be one of gelu"),
         (ValueError, lambda: layer_of(norm="batch"), "norm must be one of layer, rms"),
         (ValueError, lambda: layer_of(norm_placement="mid"), "norm_placement must be one of pre"),
-        (ValueError, lambda: nn.TransformerLayer(WIDTH, 3, rngs=nnx.Rngs(0)), "num_heads must"),
         (ValueError, lambda: stack(residual_scheme="deep"), "scheme must .*mean 'depth'"),
         (ValueError, lambda: stack(remat="all"), "remat must be one of none"),
         (TypeError, lambda: stack(activatoin="gelu"), "activatoin"),

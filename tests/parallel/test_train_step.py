@@ -170,7 +170,10 @@ def test_float32_exchange_is_one_device() -> None:
         assert relative_error(value, wanted[name]) < 1e-5
 
 
-@pytest.mark.parametrize(("rounding", "auto"), [("nearest", False), ("stochastic", True)])
+@pytest.mark.parametrize(
+    ("rounding", "auto"),
+    [pytest.param("nearest", False, marks=pytest.mark.slow), ("stochastic", True)],
+)
 def test_fp8_exchange_trains_alike(rounding: Any, auto: bool) -> None:
     """With SGD the change of weights errs as the gradients do.
 
