@@ -172,7 +172,7 @@ FP8 = ["float8_e4m3fn", "float8_e5m2"]
 ALL_16_BIT = {
     t.__name__: np.arange(2**16, dtype=np.uint16).view(t) for t in (np.float16, ml_dtypes.bfloat16)
 }
-OFTEN = {*FP8, "float16", "bfloat16", "E4M3"}
+OFTEN = {*FP8, "bfloat16", "E4M3"}
 NAMES = [
     pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow)
     for name in (*LAYOUTS, *SIMULATED)

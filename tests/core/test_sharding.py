@@ -146,7 +146,11 @@ def of_the_whole_batch() -> Any:
     return compute({name: (jax.grad(loss), PARAMS, DATA) for name, loss in LOSSES.items()})
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    ["mean of losses", "vmap"]
+    + [pytest.param(w, marks=pytest.mark.slow) for w in ("mean of gradients", "unchecked")],
+)
 def test_gradients_of_a_divided_batch(way: str) -> None:
     divide, parts = WAYS[way]
     ours = compute({name: (divide(loss, parts), PARAMS, DATA) for name, loss in LOSSES.items()})

@@ -354,7 +354,10 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 SECOND = float(np.mean(sigmoid(np.random.default_rng(0).standard_normal(1_000_000)) ** 2))
 
 
-@pytest.mark.parametrize("kind", ["update", "reset", "sum", "repeated"])
+@pytest.mark.parametrize(
+    "kind",
+    ["reset", "sum", *(pytest.param(k, marks=pytest.mark.slow) for k in ("update", "repeated"))],
+)
 def test_the_stationary_state_is_unit(kind, assert_unit) -> None:
     """One wide layer with random kernels, and gates drawn afresh at each step, as derived."""
     weight, period = {
