@@ -85,13 +85,6 @@ def test_facts_while_tracing_and_of_placeholders() -> None:
     assert [jnp.zeros_like(y).committed for y in (x, placed)] == [False, True]
 
 
-def test_blocks_need_not_divide_data() -> None:
-    scale = jnp.asarray([[1.0, 2.0], [4.0, 8.0]])
-    x = ScaledArray(jnp.ones((3, 5)), scale, block_shape=(2, 3))
-    expected = np.repeat(np.repeat(np.asarray(scale), 2, 0)[:3], 3, 1)[:, :5]
-    np.testing.assert_array_equal(x.value, expected)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 class TestTrees:
     def test_leaves(self, kind: str) -> None:

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from recipes.bench.wire import collectives
 from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops
-from unitscale.core import ScaledArray
 from unitscale.core._compat import cudnn_of
 from unitscale.ops import AttentionPath, attention_path, attention_paths
 from unitscale.ops._attention_kernels import splash
@@ -146,29 +145,6 @@ def test_what_jax_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert path.reason.endswith("no cuDNN: needs cuDNN 99")
         with pytest.raises(ValueError, match=r"'cudnn' does not .* needs cuDNN 99; use impl"):
             attention_path(SHORT, SHORT, "bfloat16", implementation="cudnn")
-
-
-half = x.astype("float16")
-MASK = jnp.ones((8, 8), bool)
-DROPOUT: dict[str, Any] = {
-    "dropout_rate": 0.1,
-    "dropout_key": jax.random.key(0),
-    "deterministic": False,
-}
-ERRORS: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (x, "cudnn", {"mask": MASK}, "no exact masks"),
-    (x, "cudnn", DROPOUT, "'cudnn' does not support this call: it has no dropout"),
-    (x, "chunked", DROPOUT, "'chunked' does not support this call: dropout needs all weights"),
-    (x[..., :12], "cudnn", {}, "head sizes that 8 divides"),
-    (ScaledArray(half, 2.0), "cudnn", {}, "scales of q and k"),
-]
-
-
-def test_errors() -> None:
-    for q, implementation, options, match in ERRORS:
-        plain = q.data if isinstance(q, ScaledArray) else q
-        with cudnn_of((9, 0), 91200), pytest.raises(ValueError, match=match):
-            call(q, plain, plain, implementation=implementation, **options)
 
 
 def grads_of(implementation: str, **options: Any) -> Callable[..., Any]:
