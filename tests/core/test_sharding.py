@@ -148,8 +148,8 @@ def of_the_whole_batch() -> Any:
 
 @pytest.mark.parametrize(
     "way",
-    ["mean of losses", "vmap"]
-    + [pytest.param(w, marks=pytest.mark.slow) for w in ("mean of gradients", "unchecked")],
+    ["mean of losses"]
+    + [pytest.param(w, marks=pytest.mark.slow) for w in ("mean of gradients", "unchecked", "vmap")],
 )
 def test_gradients_of_a_divided_batch(way: str) -> None:
     divide, parts = WAYS[way]

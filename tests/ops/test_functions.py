@@ -278,7 +278,6 @@ def test_forward_mode_says_what_to_use_and_that_works() -> None:
 
 OF_8_BITS = {
     "dropout": lambda x: ops.dropout(x, 0.01, key=KEY),
-    "attention": lambda x: ops.dot_product_attention(*[x.reshape(1, 2, 1, 2)] * 3),
     "experts": lambda x: ops.mixture(
         lambda rows, params, groups: rows, x, ops.route(x, jnp.eye(4), 2), ()
     ),

@@ -200,7 +200,7 @@ def test_limits() -> None:
         assert (factors.fwd, *factors.bwd) == pytest.approx((1.0,) * 4, rel=1e-9)
 
 
-LENGTH, HEADS, HEAD_DIM, LAYERS, TRIALS = 32, 8, 16, 3, 40
+LENGTH, HEADS, HEAD_DIM, LAYERS, TRIALS = 32, 8, 16, 2, 24
 GELU = 0.5 * float(np.sqrt(8 / np.pi))
 
 
@@ -286,13 +286,6 @@ def test_predicted_mean_square_is_that_of_a_random_stack(
     assert (np.abs(ratio - 1) <= 5 * error + finite_width).all(), (ratio, error)
 
 
-@pytest.mark.slow
-def test_without_norms_it_is_an_estimate_much_nearer_than_independence() -> None:
-    predicted, ratio, _ = simulate(True, relu, jax.nn.relu, False, "none", 0.2)
-    independent = ratio * predicted / predicted[0]
-    assert (np.abs(np.log(ratio[1:])) < 0.5 * np.abs(np.log(independent[1:]))).all()
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) -> None:
     for length in (1, 7, 100, 1000):
@@ -329,17 +322,3 @@ def test_the_average_of_a_covariance() -> None:
     square, _ = moments_by_size(seen.sum(1), spread)
     variance = np.diag(average @ pair @ average.T) + square * (average @ own)
     np.testing.assert_allclose(found.variance, variance, rtol=1e-12)
-
-
-def test_a_deep_stack_integrates_the_softmax_once(monkeypatch) -> None:
-    """The moments of attention are computed once for all layers."""
-    calls = []
-
-    def counted(*arguments):
-        calls.append(arguments)
-        return moments_by_size(*arguments)
-
-    monkeypatch.setattr(module, "moments_by_size", counted)
-    for layer in range(8):
-        AttentionContext(taus_below=(0.5, 0.25) * layer).mean_square(32, 77, is_causal=True)
-    assert len(calls) == 1
