@@ -200,7 +200,7 @@ def test_limits() -> None:
         assert (factors.fwd, *factors.bwd) == pytest.approx((1.0,) * 4, rel=1e-9)
 
 
-LENGTH, HEADS, HEAD_DIM, LAYERS, TRIALS = 32, 8, 16, 2, 24
+LENGTH, HEADS, HEAD_DIM, LAYERS, TRIALS = 32, 8, 16, 3, 40
 GELU = 0.5 * float(np.sqrt(8 / np.pi))
 
 
