@@ -50,6 +50,7 @@ def exact(x: Any) -> np.ndarray:
     if x.block_shape is not None:
         for axis, size in enumerate(x.block_shape):
             scale = np.repeat(scale, size, axis)
+        scale = scale[tuple(map(slice, x.shape))]
     return np.asarray(x.data).astype(np.float64) * scale
 
 

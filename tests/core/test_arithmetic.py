@@ -82,7 +82,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS_3)
+@pytest.mark.parametrize(
+    "kind", ["block", *(pytest.param(k, marks=pytest.mark.slow) for k in ("none", "tensor"))]
+)
 def test_arrays_and_numbers_on_either_side(kind: str) -> None:
     x = make(kind, "float32")
 
@@ -114,7 +116,7 @@ def test_numbers_do_not_widen() -> None:
 
 
 @pytest.mark.parametrize("scale", [2.0**-40, 2.0**40])
-@pytest.mark.parametrize("number", [0, 0.0, float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("number", [0, float("inf"), float("nan")])
 def test_numbers_that_every_scale_holds_take_it(number: float, scale: float) -> None:
     x = ScaledArray(jnp.asarray([1.0, -0.75], jnp.float16), scale)
     for got, expected in (
@@ -136,10 +138,10 @@ def test_a_number_is_split_exactly(x: float) -> None:
 
 
 def test_matmul() -> None:
-    dtype, rights = "float8_e4m3fn", ["none", "one", "tensor", "channel", "row"]
+    dtype, rights = "float8_e4m3fn", ["none", "tensor", "row"]
     table = {
         (left, right): (operator.matmul, make(left, dtype, 0), make(right, dtype, 2).T)
-        for left, right in itertools.product(KINDS, rights)
+        for left, right in itertools.product(("one", "tensor", "channel", "row", "block"), rights)
     }
     for name, got in compute(table).items():
         with entry(name):
@@ -155,9 +157,8 @@ def test_matmul() -> None:
 
 @pytest.mark.parametrize(
     ("left", "right"),
-    [((4, 3), (3,)), ((3,), (3, 5)), ((3,), (3,)), ((2, 4, 3), (3, 5)), ((4, 3), (2, 3, 5)),
-     ((3,), (2, 3, 5))],
-)  # fmt: skip
+    [((3,), (3,)), ((2, 4, 3), (3, 5)), ((3,), (2, 3, 5))],
+)
 @pytest.mark.parametrize("contracted", [False, True], ids=["outer", "contracted"])
 def test_scales_of_a_product(left, right, contracted: bool) -> None:
     """Scales along the other axes stay out of the product; along the contraction they cannot."""
@@ -175,7 +176,7 @@ def test_scales_of_a_product(left, right, contracted: bool) -> None:
     np.testing.assert_array_equal(exact(got), x_value @ y_value)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 16, 1000])
+@pytest.mark.parametrize("n", [1, 3, 1000])
 def test_sums_of_terms_grow_the_scale_by_the_nearest_power_of_two_of_the_root(n: int) -> None:
     x = ScaledArray(jnp.ones((2, n), jnp.float16), 2.0)
     norm = 2.0 ** round(np.log2(np.sqrt(n)))
@@ -215,7 +216,7 @@ def test_signs_are_exact() -> None:
                 np.testing.assert_array_equal(exact(y), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS_3)
+@pytest.mark.parametrize("kind", ["none", "block"])
 def test_comparisons(kind: str) -> None:
     x = make(kind, "float8_e4m3fn")
     others = make("row", "float8_e5m2", 5), ScaledArray(jnp.zeros(6), 4.0), 0.5, 0.0, jnp.ones(6)
@@ -252,7 +253,7 @@ scaled = st.builds(
 
 
 @hypothesis.given(scaled, scaled)
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=8)
 def test_identities(x: ScaledArray, y: ScaledArray) -> None:
     for fn in (operator.add, operator.mul):
         left, right = fn(x, y), fn(y, x)
@@ -295,8 +296,9 @@ def test_scales_stay_within_float32(name: str, operation, exponents) -> None:
         assert name != "multiply in range" or got.scale == 2
 
 
-@pytest.mark.parametrize("exponent", [-120, 0, 120])
-@pytest.mark.parametrize("other", [-120, -1, 120])
+@pytest.mark.parametrize(
+    ("exponent", "other"), [(-120, 120), (0, -1), (120, 120), (120, -120), (-120, -120)]
+)
 def test_sums_of_far_scales(exponent: int, other: int) -> None:
     left, right = np.float16(1.5), np.float16([0, 0.75])
     got = ScaledArray(left, 2.0**exponent) + ScaledArray(right, 2.0**other)
@@ -304,14 +306,6 @@ def test_sums_of_far_scales(exponent: int, other: int) -> None:
     expected = np.float64(left) * 2.0**exponent + np.float64(right) * 2.0**other
     # Below the smallest subnormal of float16 at the common scale a term is lost.
     np.testing.assert_allclose(exact(got), expected, 2.0**-11, 2.0**-25 * float(got.scale))
-
-
-def test_a_sum_is_rounded_once() -> None:
-    """Operands rounded to float16 at the common scale would lose the small one's last bits."""
-    left, right = np.float16([1e-6]), np.float16([3e-6])
-    got = ScaledArray(left, 1.0) + ScaledArray(right, 64.0)
-    total = np.float64(left) + np.float64(right) * 64
-    np.testing.assert_array_equal(got.data, np.float16(total / float(got.scale)))
 
 
 def test_zeros() -> None:
@@ -368,10 +362,6 @@ class TestGradient:
                     np.testing.assert_allclose(g.data, expected, rtol=0, atol=atol)
                     if g.scale is not None:
                         np.testing.assert_array_equal(g.scale, np.zeros(g.scale.shape))
-
-    def test_of_a_value_used_twice_adds_up(self) -> None:
-        grad = jax.grad(lambda x: (x * x + x).value.sum())(ScaledArray(jnp.asarray([3.0]), 4.0))
-        assert float(grad.data[0]) == 2 * 3 * 16 + 4
 
 
 class TestScales:

@@ -191,14 +191,6 @@ class TestRebalance:
                 expected = np.broadcast_to(factors[key[1]], (4, 6))
                 np.testing.assert_array_equal(np.broadcast_to(ratio, (4, 6)), expected)
 
-    def test_blocks_keep_theirs(self) -> None:
-        x = ScaledArray(jnp.ones((4, 6)), jnp.full((2, 2), 4.0), block_shape=(2, 3))
-        for s in (2.0, jnp.asarray([[1.0, 2.0], [4.0, 8.0]])):
-            y = rebalance(x, s)
-            assert y.block_shape == (2, 3)
-            np.testing.assert_array_equal(y.scale, 4 * np.broadcast_to(s, (2, 2)))
-            np.testing.assert_array_equal(y.value, x.value)
-
     def test_entries_that_cannot_divide_change_nothing(self) -> None:
         y = rebalance(ScaledArray(jnp.ones(4), 4.0), jnp.asarray([0, 2.0, np.inf, np.nan]))
         np.testing.assert_array_equal(y.data, [1, 0.5, 1, 1])
@@ -230,7 +222,7 @@ STRATEGIES = ["rms", "amax", "mse"]
 
 
 class TestRescale:
-    @pytest.mark.parametrize("axis", [None, 1])
+    @pytest.mark.parametrize("axis", [pytest.param(None, marks=pytest.mark.slow), 1])
     def test_reaches_its_target(self, axis: int | None) -> None:
         x = {dtype: jnp.asarray((X * 0.05 + 0.1).astype(jnp.dtype(dtype))) for dtype in DTYPES}
         options = {"rms": {}, "amax": {"dtype": "e4m3fn"}, "mse": {"dtype": "e2m1"}}
@@ -255,7 +247,7 @@ class TestRescale:
         y = rescale(jnp.asarray([3.0], jnp.float16), "amax")
         assert 65504 / 2 < float(y.data[0]) <= 65504
 
-    @pytest.mark.parametrize("name", ["float8_e4m3fn", "float4_e2m1fn", "float6_e2m3fn"])
+    @pytest.mark.parametrize("name", ["float8_e4m3fn", "float4_e2m1fn"])
     def test_no_power_of_two_has_less_error(self, name: str) -> None:
         sizes = np.float32([[1e-20], [1.0], [300.0]])
         x = (np.random.default_rng(1).standard_t(3, 400) * sizes).astype(np.float32)
@@ -333,16 +325,7 @@ class TestStatistics:
 class TestExport:
     """Programs on ScaledArrays, written to bytes and read again."""
 
-    def test_a_program_is_read_with_its_signature(self) -> None:
-        kinds = [(None, None), (4.0, None), (np.float32([1, 2, 4, 8]), None)]
-        for scale, block_shape in [*kinds, (np.full((3, 2), 2.0), (1, 2))]:
-            x = ScaledArray(jnp.arange(12.0).reshape(3, 4), scale, block_shape=block_shape)
-            exported = export.export(jax.jit(lambda x: (x, x.value)))(x)
-            found = export.deserialize(exported.serialize()).call(x)
-            assert jax.tree.structure(found[0]) == jax.tree.structure(x)
-            np.testing.assert_array_equal(found[0].value, x.value)
-            np.testing.assert_array_equal(found[1], x.value)
-
+    @pytest.mark.slow
     def test_a_scalified_program_of_any_batch(self) -> None:
         """A dimension that is left open has no number while tracing."""
         dtype = jnp.float16

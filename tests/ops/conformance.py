@@ -96,40 +96,44 @@ def _prepare(
     mapped: bool = False,
     slack: float | Mapping[str, float] = 1,
     step: float = 1e-5,
-) -> tuple[Callable[..., Any], Sequence[jax.Array], Callable[[Any], None]]:
+) -> tuple[Callable[..., Any], Sequence[Any], Callable[[Any], None]]:
     """The program of a check, its arguments, and the comparison of its results."""
     scales = (None,) * len(args) if scales is None else scales
     slack = slack[dtype] if isinstance(slack, Mapping) else slack
     # Two examples, for vmap and scan.
     pairs = [np.stack([rounded(a, dtype), rounded(a[..., ::-1], dtype)]) for a in args]
     factors = [1.0 if s is None else np.asarray(s, np.float64) for s in scales]
+    given = [None if s is None else jnp.asarray(s, jnp.float32) for s in scales]
 
-    def apply(*data: jax.Array) -> tuple[jax.Array, jax.Array]:
-        wrapped = (d if s is None else ScaledArray(d, s) for d, s in zip(data, scales, strict=True))
+    def apply(given: Sequence[Any], *data: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wrapped = (d if s is None else ScaledArray(d, s) for d, s in zip(data, given, strict=True))
         return data_and_scale(op(*wrapped))
 
     def scanned(*stacked: jax.Array) -> Any:
-        step = jax.checkpoint(apply)
+        step = jax.checkpoint(functools.partial(apply, given))
         return jax.lax.scan(lambda carry, data: (carry, step(*data)), 0, stacked)[1]
 
     def true(*data: np.ndarray) -> np.ndarray:
         return reference(*(d * v for d, v in zip(data, factors, strict=True)))
 
-    def pull(f: Callable[..., Any], ct: jax.Array, *data: jax.Array) -> Any:
-        y, vjp, scale = jax.vjp(f, *data, has_aux=True)
-        return y, scale, vjp(ct.astype(y.dtype))
+    def pull(f: Callable[..., Any], ct: jax.Array, *args: Any) -> Any:
+        (y, scale), vjp = jax.vjp(f, *args)
+        return y, scale, vjp((ct.astype(y.dtype), jnp.ones_like(scale)))
 
-    def program(ct: jax.Array, *stacked: jax.Array) -> dict[str, Any]:
+    def program(given: Sequence[Any], ct: jax.Array, *stacked: jax.Array) -> Any:
         if mapped:
-            vmapped = jax.vmap(functools.partial(pull, apply))(ct, *stacked)
-            return {"vmap": vmapped, "scan": pull(scanned, ct, *stacked)}
-        one = pull(apply, *(x[0] for x in (ct, *stacked)))
-        return {"jit": jax.tree.map(lambda x: x[None], one)}
+            vmapped = jax.vmap(functools.partial(pull, functools.partial(apply, given)))
+            return {"vmap": vmapped(ct, *stacked), "scan": pull(scanned, ct, *stacked)}, ()
+        y, scale, (by_scales, *grads) = pull(apply, ct[0], given, *(x[0] for x in stacked))
+        return {"jit": jax.tree.map(lambda x: x[None], (y, scale, grads))}, by_scales
 
     expected = [true(*(p[i] for p in pairs)) for i in ((0, 1) if mapped else (0,))]
     cotangents = rounded(normal("cotangent", (2, *expected[0].shape))[0], dtype)
 
-    def compare(results: Any) -> None:
+    def compare(found: Any) -> None:
+        results, by_scales = found
+        for cotangent in jax.tree.leaves(by_scales):
+            np.testing.assert_array_equal(cotangent, 0)
         for i, wanted in enumerate(expected):
             true_grads: list[np.ndarray] = []
             for name, result in results.items():
@@ -147,7 +151,7 @@ def _prepare(
                     assert_close(grad, bwd[j] * derivative, dtype, f"gradient {j} {what}", slack)
 
     stacked = [jnp.asarray(p, dtype) for p in pairs]
-    return program, [jnp.asarray(cotangents, jnp.float32), *stacked], compare
+    return program, [given, jnp.asarray(cotangents, jnp.float32), *stacked], compare
 
 
 def check_all(cases: Mapping[str, "Case"]) -> None:
@@ -160,11 +164,12 @@ def check_all(cases: Mapping[str, "Case"]) -> None:
 
 
 def check(*args: Any, **options: Any) -> None:
-    """Checks value and gradients of an op; if ``mapped``, under vmap, scan and checkpoint too.
+    """Checks value and gradients of an op; if ``mapped``, under vmap, scan and checkpoint.
 
     The value must be `fwd * reference(values)`; gradient i, in data space, `bwd[i]` times the
-    derivative of `reference(values) / scale of the output`. ``args`` are rounded to the dtype
-    first; ``slack`` multiplies the tolerance; ``step`` is that of the finite differences.
+    derivative of `reference(values) / scale of the output`; the gradient of every scale 0.
+    ``args`` are rounded to the dtype first; ``slack`` multiplies the tolerance; ``step`` is that of
+    the finite differences.
     """
     check_all({"the op": functools.partial(check, *args, **options)})
 
@@ -177,24 +182,25 @@ Case = functools.partial[None]
 
 
 def in_every_dtype(
-    cases: Mapping[str, Case], *, mapped: Collection[str], wide: Collection[str] = ()
+    cases: Mapping[str, Case], *, mapped: Sequence[str], wide: Collection[str] = ()
 ) -> Any:
-    """The test that cases hold in every dtype; in float32 some of them mapped.
+    """The test that cases hold in every dtype, and some of them mapped.
 
-    Those that are ``wide`` are checked in float32 alone: they differ from others in the shapes of
-    operands, not in what is rounded.
+    By default each is checked in float32, the first of ``mapped`` under vmap and scan, and in one
+    16-bit type. Those that are ``wide`` differ in the shapes of operands, not in what is rounded.
     """
+    narrow = [(name, i % 2) for i, name in enumerate(n for n in cases if n not in wide)]
+    runs: dict[str, dict[str, dict[str, Any]]] = {
+        "float32": {name: {"mapped": name == mapped[0]} for name in cases},
+        "16 bits": {name: {"dtype": DTYPES[1 + odd]} for name, odd in narrow},
+        "other 16 bits": {name: {"dtype": DTYPES[2 - odd]} for name, odd in narrow},
+        "mapped": {name: {"mapped": True} for name in mapped[1:]},
+    }
+    slow = [pytest.param(run, marks=pytest.mark.slow) for run in ("other 16 bits", "mapped")]
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test(dtype: str) -> None:
-        single = dtype == "float32"
-        check_all(
-            {
-                name: functools.partial(case, dtype=dtype, mapped=single and name in mapped)
-                for name, case in cases.items()
-                if single or name not in wide
-            }
-        )
+    @pytest.mark.parametrize("run", ["float32", "16 bits", *slow])
+    def test(run: str) -> None:
+        check_all({n: functools.partial(cases[n], **how) for n, how in runs[run].items()})
 
     return test
 
@@ -225,16 +231,3 @@ def scaled(args: Sequence[np.ndarray], scales: Sequence[Any], dtype: Any = jnp.f
 def values(args: Sequence[np.ndarray], scales: Sequence[Any]) -> list[np.ndarray]:
     """The values of `scaled` in float64."""
     return [a if s is None else a * s for a, s in zip(args, scales, strict=True)]
-
-
-def assert_scales_are_constants(op: Callable[..., Any], *args: ScaledArray) -> None:
-    """The cotangent of every scale is zero, also where the output's scale depends on it."""
-
-    def value(*args: ScaledArray) -> jax.Array:
-        y = op(*args)
-        return jnp.sum(y.value if isinstance(y, ScaledArray) else y)
-
-    for grad in jax.jit(jax.grad(value, argnums=tuple(range(len(args)))))(*args):
-        if isinstance(grad, ScaledArray) and grad.scale is not None:
-            np.testing.assert_array_equal(np.asarray(grad.scale, np.float32), 0)
-        assert np.isfinite(np.asarray(grad.data, np.float32)).all()

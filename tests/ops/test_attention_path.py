@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from recipes.bench.wire import collectives
 from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops
-from unitscale.core import ScaledArray
 from unitscale.core._compat import cudnn_of
 from unitscale.ops import AttentionPath, attention_path, attention_paths
 from unitscale.ops._attention_kernels import splash
@@ -25,7 +24,8 @@ from unitscale.ops._attention_path import tracing, whole_heads
 
 LONG, SHORT = (2, 1024, 8, 64), (2, 96, 8, 64)
 call = ops.dot_product_attention
-x = jnp.ones((2, 8, 4, 16), jnp.bfloat16)
+x = np.ones((2, 8, 4, 16), jnp.bfloat16)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @contextmanager
@@ -51,7 +51,6 @@ ON_GPU: list[tuple[tuple[int, ...], tuple[int, ...], str, dict[str, Any], str, s
     (LONG, LONG, "float16", {"is_causal": True}, "cudnn", "fused kernel"),
     (SHORT, (2, 78, 2, 64), "bfloat16", {"is_causal": True}, "cudnn", "fused"),
     (SHORT, (2, 77, 2, 64), "bfloat16", {}, "plain", "Unsupported sequence length Q 96, KV 77"),
-    (shaped(8), shaped(8), "float16", {}, "cudnn", "fused"),
     (shaped(128), shaped(128), "bfloat16", {"scaled": True}, "cudnn", "fused"),
     (SHORT, SHORT, "float16", {"scaled": True}, "plain", "scales of q and k may leave"),
     (SHORT, SHORT, "float32", {}, "plain", "float16 and bfloat16, not float32"),
@@ -60,10 +59,9 @@ ON_GPU: list[tuple[tuple[int, ...], tuple[int, ...], str, dict[str, Any], str, s
     (LONG, LONG, "bfloat16", {"mask": True}, "chunked", "no exact masks"),
     (LONG, LONG, "bfloat16", {"dropout_rate": 0.1}, "plain", "dropout needs all weights"),
     (shaped(12), shaped(12), "bfloat16", {}, "plain", "8 divides, up to 128, not 12"),
-    (shaped(136), shaped(136), "bfloat16", {}, "plain", "up to 128, not 136"),
+    (shaped(136), shaped(136), "float16", {}, "plain", "up to 128, not 136"),
     (shaped(64, 0), SHORT, "bfloat16", {}, "plain", "nothing to attend"),
     (LONG, LONG, "bfloat16", {"implementation": "plain"}, "plain", "asked for"),
-    (SHORT, SHORT, "bfloat16", {"implementation": "xla"}, "plain", "asked for"),
     (SHORT, SHORT, "bfloat16", {"implementation": None}, "cudnn", "fused"),
     (SHORT, SHORT, "bfloat16", {"implementation": "chunked"}, "chunked", "asked for"),
 ]
@@ -149,38 +147,14 @@ def test_what_jax_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             attention_path(SHORT, SHORT, "bfloat16", implementation="cudnn")
 
 
-half = x.astype("float16")
-MASK = jnp.ones((8, 8), bool)
-DROPOUT: dict[str, Any] = {
-    "dropout_rate": 0.1,
-    "dropout_key": jax.random.key(0),
-    "deterministic": False,
-}
-ERRORS: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (x, "cudnn", {"mask": MASK}, "no exact masks"),
-    (x, "cudnn", DROPOUT, "'cudnn' does not support this call: it has no dropout"),
-    (x, "chunked", DROPOUT, "'chunked' does not support this call: dropout needs all weights"),
-    (x[..., :12], "cudnn", {}, "head sizes that 8 divides"),
-    (ScaledArray(half, 2.0), "cudnn", {}, "scales of q and k"),
-]
-
-
-def test_errors() -> None:
-    for q, implementation, options, match in ERRORS:
-        plain = q.data if isinstance(q, ScaledArray) else q
-        with cudnn_of((9, 0), 91200), pytest.raises(ValueError, match=match):
-            call(q, plain, plain, implementation=implementation, **options)
-
-
 def grads_of(implementation: str, **options: Any) -> Callable[..., Any]:
     f = functools.partial(call, implementation=implementation, **options)
     return jax.grad(lambda *a: f(*a).data.astype(jnp.float32).sum(), (0, 1, 2))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_op_traces_the_kernel_forward_and_backward(dtype: str) -> None:
+def test_the_op_traces_the_kernel_forward_and_backward() -> None:
     """On this machine without a GPU, as for a program that is compiled ahead of time."""
-    args = x.astype(dtype), *[x[:, :6, :2].astype(dtype)] * 2
+    args = x, *[x[:, :6, :2]] * 2
     auto = functools.partial(grads_of, "auto", is_causal=True)  # JAX traces a function once
     with cudnn_of((9, 0), 91200):
         program = str(jax.make_jaxpr(grads_of("cudnn", is_causal=True))(*args))
@@ -198,7 +172,7 @@ def test_the_kernel_under_vmap_over_some_operands() -> None:
         return jax.vmap(lambda *args: f(*args).data, axes)(*args).astype(jnp.float32).sum()
 
     for axes in ((0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)):
-        args = [x if axis is None else jnp.stack([x] * 3) for axis in axes]
+        args = [x if axis is None else np.stack([x] * 3) for axis in axes]
         with cudnn_of((9, 0), 91200):
             run = jax.grad(functools.partial(mapped, axes), (0, 1, 2))
             assert [g.shape for g in jax.eval_shape(run, *args)] == [a.shape for a in args]
@@ -228,7 +202,7 @@ def test_calls_are_listed_and_may_be_forced() -> None:
 def operands(kv_heads: int = 2, source: int = 128, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
     rng = np.random.default_rng(0)
     shapes = (2, 128, 4, 16), (2, source, kv_heads, 16), (2, source, kv_heads, 16)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [jnp.asarray(rng.normal(size=shape).astype(dtype)) for shape in shapes]
 
 
 def with_gradients(attend: Any, *args: jax.Array) -> Any:
@@ -251,35 +225,45 @@ def assert_close(found: Any, expected: Any, tolerance: float = 2.0**-6) -> None:
         np.testing.assert_allclose(np.asarray(a, np.float32), e, atol=tolerance * np.abs(e).max())
 
 
-@pytest.mark.parametrize(("is_causal", "kv_heads", "source"), [(True, 4, 128), (False, 1, 256)])
-def test_splash_is_plain_attention(is_causal: bool, kv_heads: int, source: int) -> None:
-    args = operands(kv_heads, source)
-    plain = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal, scale=0.25)
+@functools.cache
+def of_one_device() -> Any:
+    return with_gradients(interpreted(True), *operands())
+
+
+def test_splash_is_plain_attention() -> None:
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True, scale=0.25)
+    args = operands()
     wide = [x.astype(jnp.float32) for x in args]
-    assert_close(with_gradients(interpreted(is_causal), *args), with_gradients(plain, *wide))
-    if is_causal:
-        q, k, v = args
-        found = jax.vmap(interpreted(True), (0, None, None))(jnp.stack([q, 2 * q]), k, v)
-        assert_close([found[0]], [interpreted(True)(q, k, v)])
+    assert_close(of_one_device(), with_gradients(plain, *wide))
+
+
+@pytest.mark.slow
+def test_splash_of_one_head_and_under_vmap() -> None:
+    plain = functools.partial(jax.nn.dot_product_attention, scale=0.25)
+    args = operands(1, 256)
+    wide = [x.astype(jnp.float32) for x in args]
+    assert_close(with_gradients(interpreted(False), *args), with_gradients(plain, *wide))
+    q, k, v = operands()
+    found = jax.jit(jax.vmap(interpreted(True), (0, None, None)))(jnp.stack([q, 2 * q]), k, v)
+    assert_close([found[0]], of_one_device()[:1])
 
 
 @pytest.mark.parametrize(
     ("make", "axes"),
     [
         (mesh_of, {"data": 2, "tensor": 2}),
-        (explicit_mesh, {"fsdp": 2, "context": 2}),
-        pytest.param(explicit_mesh, {"x": 2}, marks=pytest.mark.slow),
+        slow(explicit_mesh, {"fsdp": 2, "context": 2}),
+        slow(explicit_mesh, {"x": 2}),
     ],
 )
 def test_splash_on_each_device(axes: dict[str, int], make: Any) -> None:
     """Whatever divides the batch and the heads; an axis of another name divides nothing."""
     args = operands()
-    expected = with_gradients(interpreted(True), *args)
     mesh = make(**axes)
     place = NamedSharding(mesh, P(next(iter(axes))))
     with jax.set_mesh(mesh):
         found = with_gradients(interpreted(True), *(jax.device_put(x, place) for x in args))
-    assert_close(found, expected)
+    assert_close(found, of_one_device())
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 2}], ids=str)
@@ -295,8 +279,8 @@ def test_the_op_is_lowered_for_tpus(axes: dict[str, int]) -> None:
     [
         ({"context": 4}, 4, "chunked"),
         ({"data": 2, "context": 2}, 1, "plain"),
-        ({"context": 2, "tensor": 2}, 2, "plain"),
-        ({"context": 2, "tensor": 2}, 2, "chunked"),
+        slow({"context": 2, "tensor": 2}, 2, "plain"),
+        slow({"context": 2, "tensor": 2}, 2, "chunked"),
     ],
     ids=str,
 )

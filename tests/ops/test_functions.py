@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 
 from tests.batching import compute
-from tests.draws import check_unit
-from unitscale import as_scaled, ops, rules
+from unitscale import ops, rules
 from unitscale.core import ScaledArray
 from unitscale.ops._elementwise import _gelu
 
 from .conformance import (
-    SCALES,
-    assert_scales_are_constants,
     case,
     check_all,
     in_every_dtype,
@@ -26,6 +23,7 @@ from .conformance import (
 )
 
 KEY = jax.random.key(3)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def gelu(x):
@@ -109,13 +107,10 @@ test_value_and_gradients = in_every_dtype(
 )
 
 
-OF_EACH = [*SCALES, np.array([0.5, 1.0, 4.0, 64.0], np.float32)]
-test_scales = under_scales(
-    [(s,) for s in OF_EACH], {n: CASES[n] for n in ("gelu", "relu")}, dtype="float16"
-)
-test_scales_of_gates = under_scales(
-    [(2.0**12, 2.0**-12), (None, 8.0), (0.25, None)], {"glu": CASES["silu_glu"]}
-)
+OF_EACH = [(2.0**-12,), (np.float32([0.5, 1, 4, 64]),)]
+test_scales = under_scales(OF_EACH, {n: CASES[n] for n in ("gelu", "relu")}, dtype="float16")
+test_scales_of_gates = under_scales([(2.0**12, 2.0**-12), (None, 8.0)], {"glu": CASES["silu_glu"]})
+test_scales_of_dropout = under_scales([(8.0,)], {"dropout": CASES["dropout"]})
 
 
 LOGITS = {"softmax": CASES["softmax -1"]}
@@ -126,16 +121,21 @@ test_a_large_scale_of_logits = under_scales([(2.0**12,)], LOGITS, slack=2**6)
 
 
 def test_scale_of_the_output() -> None:
-    x = ScaledArray(jnp.asarray(normal("scale", (3, 4))[0]), 8.0)
-    dropout = functools.partial(ops.dropout, rate=0.5, key=KEY)
-    kept = {op: op(x).scale for op in (ops.gelu, ops.softmax, ops.relu, dropout)}
-    assert list(kept.values()) == [None, None, 8, 8]
-    assert ops.silu_glu(x, ScaledArray(x.data, 4.0)).scale == 8
-    for op in kept:
-        assert_scales_are_constants(op, x)
-    zero = ScaledArray(jnp.zeros(3), 2.0)
-    np.testing.assert_array_equal(ops.gelu(zero).value, 0)
-    np.testing.assert_allclose(ops.sigmoid(zero).value, 0.5 * 4.802, rtol=1e-3)
+    x = ScaledArray(np.float32(normal("scale", (3, 4))[0]), 8.0)
+    zero = ScaledArray(np.zeros(3, np.float32), 2.0)
+    found = compute(
+        {
+            "gelu": (ops.gelu, zero),
+            "sigmoid": (ops.sigmoid, zero),
+            "softmax": (ops.softmax, x),
+            "relu": (ops.relu, x),
+            "dropout": (functools.partial(ops.dropout, rate=0.5, key=KEY), x),
+            "glu": (ops.silu_glu, x, ScaledArray(x.data, 4.0)),
+        }
+    )
+    assert [y.scale for y in found.values()] == [None, None, None, 8, 8, 8]
+    np.testing.assert_array_equal(found["gelu"].value, 0)
+    np.testing.assert_allclose(found["sigmoid"].value, 0.5 * 4.802, rtol=1e-3)
 
 
 def test_published_constants() -> None:
@@ -153,14 +153,14 @@ def test_published_constants() -> None:
 
 def test_constraint_and_mult() -> None:
     cases = {}
-    for how in ("to_right_grad_scale", "gmean", None):
+    for how in ("to_right_grad_scale", None):
         given = {"mult": 0.5, "constraint": how}
         glu, args = functools.partial(ops.silu_glu, **given), normal("glu", (3, 4), (3, 4))
         found = rules.glu(jax.nn.silu, **given)
         cases["glu", how] = case(
             glu, lambda x, gate: x * silu(0.5 * gate), args, fwd=found.fwd, bwd=found.bwd
         )
-    for how in ("to_grad_input_scale", "gmean", None):
+    for how in ("to_grad_input_scale", None):
         given = {"mult": 0.5, "constraint": how}
         for op, reference, found in (
             (ops.tanh, np.tanh, rules.elementwise(jnp.tanh, **given)),
@@ -174,7 +174,7 @@ def test_constraint_and_mult() -> None:
     check_all(cases)
 
 
-@pytest.mark.parametrize("name", ["gelu", "silu", "tanh", "sigmoid", "relu"])
+@pytest.mark.parametrize("name", ["gelu", "relu", *map(slow, ("silu", "tanh", "sigmoid"))])
 def test_float16_is_rounded_once(name: str) -> None:
     """Every float16 in [-8, 8]: the exact value rounded, but for the error of float32."""
     op, reference, *_ = ACTIVATIONS[name]
@@ -198,22 +198,26 @@ def test_float16_is_rounded_once(name: str) -> None:
 
 
 def test_dtypes_and_what_is_kept_for_the_backward_pass() -> None:
-    y, grads = pulled(ops.gelu_glu, jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.float32))
+    y, grads = jax.eval_shape(
+        functools.partial(pulled, ops.gelu_glu), np.ones(3, jnp.bfloat16), np.ones(3, np.float32)
+    )
     assert [a.dtype for a in (y, *grads)] == [jnp.float32, jnp.bfloat16, jnp.float32]
     # Gradients in 8 bits saturate.
-    y, (grad,) = pulled(ops.relu, jnp.full(3, 2.0, jnp.float8_e4m3fn), cotangent=1e6)
+    y, (grad,) = pulled(ops.relu, np.full(3, 2.0, jnp.float8_e4m3fn), cotangent=1e6)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.float32(grad), 448)
-    _, vjp = jax.vjp(lambda x: ops.gelu(x).data, jnp.ones((4, 8), jnp.float16))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(vjp)} == {"float16"}
+    kept = jax.eval_shape(
+        lambda x: jax.vjp(lambda x: ops.gelu(x).data, x)[1], np.ones((4, 8), np.float16)
+    )
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(kept)} == {"float16"}
 
 
 def test_the_second_derivative_of_gelu_is_finite() -> None:
     """Also where the exponential in it is not."""
     x = np.array([-1e3, -20.0, -9.7, -1.0, 0.0, 3.0, 20.0])
-    found = jax.vmap(jax.grad(jax.grad(_gelu)))(np.float32(x))
+    found = jax.jit(jax.vmap(jax.grad(jax.grad(_gelu))))(np.float32(x))
     with jax.enable_x64(True):
-        wanted = jax.vmap(jax.grad(jax.grad(jax.nn.gelu)))(x)
+        wanted = jax.jit(jax.vmap(jax.grad(jax.grad(jax.nn.gelu))))(x)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -225,19 +229,25 @@ def test_masked_logits() -> None:
 
 
 def test_dropout_of_large_numbers_and_by_chance() -> None:
-    y = ops.dropout(ScaledArray(jnp.full(8, jnp.inf, jnp.float16), 8.0), 0.5, key=KEY)
-    assert y.dtype == jnp.float16
-    assert set(np.asarray(y.data).tolist()) == {0.0, np.inf}
-    byte = ops.dropout(jnp.full(8, 448.0, jnp.float8_e4m3fn), 0.5, key=KEY)
-    assert byte.dtype == jnp.bfloat16
-    assert np.isfinite(np.float32(byte.data)).all()
-    x = ScaledArray(jnp.ones(2), 8.0)
-    np.testing.assert_array_equal(ops.dropout(x, 0.0).value, x.value)
-    n, rate = 40000, 0.3
-    zeros = np.mean(np.asarray(ops.dropout(jnp.ones(n), rate, key=KEY).data) == 0)
+    inf = ScaledArray(np.full(8, np.inf, np.float16), 8.0)
+    byte, n, rate = np.full(8, 448.0, jnp.float8_e4m3fn), 40000, 0.3
+    table = {
+        "inf": (inf, {"rate": 0.5}),
+        "byte": (byte, {"rate": 0.5}),
+        "nothing": (ScaledArray(np.ones(2), 8.0), {"rate": 0.0}),
+        "chance": (np.ones(n), {"rate": rate}),
+        "rows": (np.ones((64, 8)), {"rate": 0.5, "broadcast_dims": (1,)}),
+    }
+    found = compute(
+        {k: (functools.partial(ops.dropout, key=KEY, **how), x) for k, (x, how) in table.items()}
+    )
+    assert (found["inf"].dtype, found["byte"].dtype) == (jnp.float16, jnp.bfloat16)
+    assert set(np.asarray(found["inf"].data).tolist()) == {0.0, np.inf}
+    assert np.isfinite(np.float32(found["byte"].data)).all()
+    np.testing.assert_array_equal(found["nothing"].value, [8, 8])
+    zeros = np.mean(np.asarray(found["chance"].data) == 0)
     assert abs(zeros - rate) < 5 * (rate * (1 - rate) / n) ** 0.5
-    rows = ops.dropout(jnp.ones((64, 8)), 0.5, key=KEY, broadcast_dims=(1,)).data
-    assert {len(set(row)) for row in np.asarray(rows).tolist()} == {1}
+    assert {len(set(row)) for row in np.asarray(found["rows"].data).tolist()} == {1}
 
 
 JVP = {
@@ -252,7 +262,7 @@ JVP = {
 
 
 def test_forward_mode_says_what_to_use_and_that_works() -> None:
-    x, v = jnp.array([[0.3, -1.2], [0.7, 2.0]]), jnp.array([[1.0, 0.5], [-0.25, 2.0]])
+    x, v = np.float32([[0.3, -1.2], [0.7, 2.0]]), np.float32([[1, 0.5], [-0.25, 2]])
 
     def both_ways(f, x, v):
         y, vjp = jax.vjp(f, x)
@@ -263,14 +273,11 @@ def test_forward_mode_says_what_to_use_and_that_works() -> None:
     for name, f in JVP.items():
         with pytest.raises(TypeError, match=rf"unitscale: {name} .*use jax.vjp, jax.grad or"):
             jax.jvp(f, (x,), (x,))
-    table = {name: (functools.partial(both_ways, f), x, v) for name, f in JVP.items()}
-    for name, found in compute(table).items():
-        np.testing.assert_allclose(*found, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(*jax.jit(both_ways, static_argnums=0)(JVP["wide_op"], x, v), 1e-5)
 
 
 OF_8_BITS = {
     "dropout": lambda x: ops.dropout(x, 0.01, key=KEY),
-    "attention": lambda x: ops.dot_product_attention(*[x.reshape(1, 2, 1, 2)] * 3),
     "experts": lambda x: ops.mixture(
         lambda rows, params, groups: rows, x, ops.route(x, jnp.eye(4), 2), ()
     ),
@@ -278,7 +285,7 @@ OF_8_BITS = {
 
 
 def test_cotangents_of_8_bit_inputs_saturate() -> None:
-    x = jnp.ones((1, 4), jnp.float8_e4m3fn)
+    x = np.ones((1, 4), jnp.float8_e4m3fn)
     table = {n: (functools.partial(pulled, f, cotangent=3000), x) for n, f in OF_8_BITS.items()}
     for name, (_, (found,)) in compute(table).items():
         assert found.dtype == jnp.float8_e4m3fn
@@ -293,27 +300,29 @@ def square(pred, target, labels):
     return jnp.mean(jnp.square(pred - target) * labels)
 
 
-def test_a_function_made_an_op_is_unit() -> None:
-    example = [np.zeros((64, 32), np.float32), np.zeros((32, 48), np.float32)]
-    op = ops.unit_scaled(smooth, example, constraint=None)
-    check_unit(lambda x, w: op(x, w).data, example, seeds=32)
-    example = [np.zeros(256, np.float32), np.zeros(256, np.float32), np.ones(256, np.int32)]
-    loss = ops.unit_scaled(square, example)
+def test_a_loss_made_an_op() -> None:
+    args = [np.float32(a) for a in (*normal("loss", (64,), (64,)), np.arange(64) % 2)]
+    loss = ops.unit_scaled(square, args, seeds=8)
     assert loss.is_loss
-    check_unit(loss, example, seeds=32)
-    args = *(jnp.asarray(a, jnp.float32) for a in normal("loss", (256,), (256,))), example[2]
     value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*args)
-    np.testing.assert_allclose(value, square(*args), rtol=1e-6)
+    np.testing.assert_allclose(value, np.mean((args[0] - args[1]) ** 2 * args[2]), rtol=1e-6)
     np.testing.assert_allclose(grads[0], -grads[1], rtol=1e-6)
 
 
 def test_its_gradients_are_the_true_ones_and_cut_ones_a_multiple() -> None:
-    x, w, g = (jnp.asarray(a, jnp.float32) for a in normal("cut", (8, 4), (4, 6), (8, 6)))
+    x, w, g = (np.float32(a) for a in normal("cut", (8, 4), (4, 6), (8, 6)))
     op = ops.unit_scaled(smooth, [x, w], cut=[1])
-    own, true = (pulled(f, x, w, cotangent=g)[1] for f in (op, smooth))
-    for found, expected, factor in zip(own, true, op.factors.bwd, strict=True):
-        np.testing.assert_allclose(found, factor * expected, rtol=1e-5, atol=1e-6)
+    own, true, half, scaled, plain = compute(
+        {
+            "own": (functools.partial(pulled, op, cotangent=g), x, w),
+            "true": (functools.partial(pulled, smooth, cotangent=g), x, w),
+            "half": (op, x.astype(np.float16), w.astype(np.float16)),
+            "scaled": (op, ScaledArray(x, 4.0), w),
+            "plain": (op, 4 * x, w),
+        }
+    ).values()
+    for found, expected, factor in zip(own[1], true[1], op.factors.bwd, strict=True):
+        np.testing.assert_allclose(found, factor * np.asarray(expected), rtol=1e-5, atol=1e-6)
     assert op.factors.bwd[0] == op.factors.fwd != op.factors.bwd[1]
-    y = op(x.astype(jnp.float16), w.astype(jnp.float16))
-    assert (type(y), y.dtype) == (ScaledArray, jnp.float16)
-    np.testing.assert_allclose(op(as_scaled(4 * x), w).data, op(4 * x, w).data, rtol=1e-5)
+    assert (type(half), half.dtype) == (ScaledArray, jnp.float16)
+    np.testing.assert_allclose(scaled.data, plain.data, rtol=1e-5)

@@ -13,8 +13,6 @@ from unitscale.core import ScaledArray
 from unitscale.quant import Block, Dynamic, MatmulConfig, Unit
 
 from .conformance import (
-    SCALES,
-    assert_scales_are_constants,
     check_all,
     in_every_dtype,
     linear,
@@ -23,7 +21,6 @@ from .conformance import (
     rounded,
     scaled,
     under_scales,
-    values,
 )
 
 BATCH, IN, OUT, RANK = (2, 3), 5, 4, 3
@@ -39,13 +36,11 @@ def affine(x, kernel, bias=None, *, factor: float = 1.0):
 def mean(constraint, *factors: float) -> float:
     a = np.asarray(factors)
     return {
-        "to_output_scale": a[0],
         "to_grad_input_scale": a[1],
         "to_left_grad_scale": a[1],
         "to_right_grad_scale": a[-1],
         "gmean": np.prod(a) ** (1 / a.size),
         "hmean": 1 / np.mean(1 / a),
-        "amean": np.mean(a),
     }[constraint]
 
 
@@ -155,64 +150,45 @@ test_value_and_gradients = in_every_dtype(
 )
 
 
-SCALED = [
-    *((s, s, 2.0) for s in SCALES),
-    (2.0**12, 2.0**-12, 0.25),
-    (None, 8.0, 0.25),
-    (0.25, None, 2.0),
-]
+SCALED = [(2.0**12, 2.0**-12, 0.25), (None, 8.0, 0.25), (0.25, None, 2.0)]
 test_scales = under_scales(SCALED, {k: CASES[k] for k in ("dense, bias", "lora", "grouped")})
-ALONG = [
+VARYING = [
     # Per row, per output channel: carried.
-    (np.array([[[0.5], [1], [2]]], np.float32), np.array([1, 2, 4, 8], np.float32)),
+    ("dense", np.float32([[[0.5], [1], [2]]]), np.float32([1, 2, 4, 8])),
     # Per input channel, on either side: the largest is carried, the rest multiplied in.
-    (np.array([1, 2, 2**-12, 2**12, 0.75], np.float32), 2.0),
-    (None, np.array([[1], [0], [4], [2**-12], [2**12]], np.float32)),
+    ("dense", np.float32([1, 2, 2**-12, 2**12, 0.75]), 2.0),
+    ("dense", None, np.float32([[1], [0], [4], [2**-12], [2**12]])),
+    ("einsum heads, bias", np.float32([1, 2, 4, 8, 16]), 2.0, None),
+    ("lora, base", np.float32([[[1], [2], [64]]]), np.float32([1, 2, 4]), 2.0, 2.0),
+    ("lora", None, None, np.float32([1, 2, 8, 4])),
+    (
+        "grouped, bias",
+        np.float32([[1], [2], [64], [1], [8], [1]]),
+        0.5,
+        np.float32([1, 2, 4, 1]),
+    ),
+    ("matmul", np.float32([1, 4, 0.5, 2]), None),
+    ("matmul", None, np.float32([[1], [4], [0.5], [2]])),
 ]
-test_scales_that_vary = under_scales(ALONG, {"dense": CASES["dense"]})
 
 
-@pytest.mark.parametrize(
-    ("op", "reference", "shapes", "scales"),
-    [
-        (
-            functools.partial(ops.einsum, EINSUMS["heads"][0]),
-            lambda x, w, b: np.einsum(EINSUMS["heads"][0], x, w) * IN**-0.5 + b,
-            EINSUMS["heads"][1:4],
-            (np.float32([1, 2, 4, 8, 16]), 2.0, None),
-        ),
-        (
-            ops.lora,
-            lambda *args: UPDATE * update(*args),
-            LORA,
-            (np.float32([[[1], [2], [64]]]), np.float32([1, 2, 4]), np.float32([1, 2, 8, 4]), 2.0),
-        ),
-        (
-            grouped,
-            lambda *args: IN**-0.5 * by_group(*args),
-            GROUPED,
-            (np.float32([[1], [2], [64], [1], [8], [1]]), 0.5, np.float32([1, 2, 4, 1])),
-        ),
-    ],
-    ids=["einsum", "lora", "grouped"],
-)
-def test_values_of_scales_that_vary(op, reference, shapes, scales) -> None:
-    args = normal("vary", *shapes)
-    operands, expected = scaled(args, scales), reference(*values(args, scales))
-    np.testing.assert_allclose(op(*operands).value, expected, rtol=1e-4, atol=1e-3)
-    assert_scales_are_constants(
-        op, *(ScaledArray(x, 2.0) for x in scaled(args, [None] * len(args)))
+def test_scales_that_vary() -> None:
+    check_all(
+        {
+            (name, i): functools.partial(CASES[name], scales=scales, slack=8)
+            for i, (name, *scales) in enumerate(VARYING)
+        }
     )
 
 
-BATCHES = [((2,), (2,)), ((2,), ()), ((), (2,)), ((1, 3), (2, 1)), ((2, 1), (1,)), ((1,), (1,))]
+BATCHES = [((2,), ()), ((), (2,)), ((1, 3), (2, 1)), ((2, 1), (1,))]
 
 
 def test_constraints_and_broadcasts() -> None:
     cases = {}
     for name, (op, output, dx, weight) in LAYERS.items():
         args = normal(name, (*BATCH, IN), (IN, OUT))
-        for how in ("to_output_scale", "to_grad_input_scale", "gmean", "hmean", "amean", None):
+        for how in ("to_grad_input_scale", "hmean", None):
             factors = (output, dx) if how is None else (mean(how, output, dx),) * 2
             given = functools.partial(op, constraint=how)
             bwd = factors[1], weight
@@ -222,12 +198,10 @@ def test_constraints_and_broadcasts() -> None:
         size = np.prod(np.broadcast_shapes(left, right))
         factors = k**-0.5, (n * size / np.prod(left)) ** -0.5, (m * size / np.prod(right)) ** -0.5
         args = normal("matmul", (*left, m, k), (*right, k, n))
-        for how in ("to_left_grad_scale", None):
-            shared = factors if how is None else (mean(how, *factors),) * 3
-            op = functools.partial(ops.matmul, constraint=how)
-            cases[left, right, how] = linear(op, np.matmul, args, fwd=shared[0], bwd=shared[1:])
+        op = functools.partial(ops.matmul, constraint=None)
+        cases[left, right] = linear(op, np.matmul, args, fwd=factors[0], bwd=factors[1:])
     args = normal("matmul", (m, k), (k, n))
-    for how in ("to_right_grad_scale", "gmean", "hmean", "amean"):
+    for how in ("to_left_grad_scale", "to_right_grad_scale", "gmean"):
         fwd = mean(how, k**-0.5, n**-0.5, m**-0.5)
         op = functools.partial(ops.matmul, constraint=how)
         cases["matmul", how] = linear(op, np.matmul, args, fwd=fwd, bwd=(fwd, fwd))
@@ -235,75 +209,86 @@ def test_constraints_and_broadcasts() -> None:
 
 
 def test_scale_of_the_output() -> None:
-    x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
-    assert ops.dense(x, w).scale is None
-    assert ops.dense(ScaledArray(x, 4.0), ScaledArray(w, 0.5)).scale == 2
-    per_channel = ops.dense(ScaledArray(x, 4.0), ScaledArray(w, jnp.array([[1.0, 2.0, 4.0]])))
-    np.testing.assert_array_equal(np.ravel(per_channel.scale), [4, 8, 16])
-    per_row = ops.dense(ScaledArray(x, jnp.array([[2.0], [4.0]])), w)
-    np.testing.assert_array_equal(per_row.scale, [[2], [4]])
-    e8m0 = ScaledArray(w, jnp.asarray(8.0, jnp.float8_e8m0fnu))
-    np.testing.assert_array_equal(ops.dense(x, e8m0).value, ops.dense(x, 8 * w).value)
-    blocks = ScaledArray(w, jnp.array([[2.0, 4.0]]), block_shape=(4, 2))
-    np.testing.assert_array_equal(ops.dense(x, blocks).value[0], [4, 4, 8])
-    column = jnp.array([[2.0], [4.0], [1.0], [1.0]])
-    assert_scales_are_constants(ops.dense, ScaledArray(x, 4.0), ScaledArray(w, column))
-    # Along the contraction the scale goes into the data, which stays in the range of float16.
-    row = ScaledArray(jnp.ones((2, 4), jnp.float16), 2.0 ** jnp.array([14, 15, 15, 14]))
-    y = ops.dense(row, w.astype(jnp.float16))
-    assert y.dtype == jnp.float16
-    np.testing.assert_array_equal(y.value, (2**15 + 2**16) * 0.5)
-
-
-def test_scales_along_the_contraction_of_matmul() -> None:
-    args = normal("matmul", (2, 4), (4, 3))
-    along = np.array([1.0, 4.0, 0.5, 2.0], np.float32)
-    for scales in ((along, None), (None, along[:, None])):
-        found = ops.matmul(*scaled(args, scales)).value
-        np.testing.assert_allclose(found, 0.5 * np.matmul(*values(args, scales)), rtol=1e-5)
+    x, w = np.ones((2, 4), np.float32), np.ones((4, 3), np.float32)
+    row = ScaledArray(x.astype(np.float16), np.float32(2.0) ** np.array([14, 15, 15, 14]))
+    operands = {
+        "none": (x, w),
+        "tensor": (ScaledArray(x, 4.0), ScaledArray(w, 0.5)),
+        "channels": (ScaledArray(x, 4.0), ScaledArray(w, np.float32([[1, 2, 4]]))),
+        "rows": (ScaledArray(x, np.float32([[2], [4]])), w),
+        "e8m0": (x, ScaledArray(w, np.asarray(8.0, jnp.float8_e8m0fnu))),
+        "blocks": (x, ScaledArray(w, np.float32([[2, 4]]), block_shape=(4, 2))),
+        # Along the contraction the scale goes into the data, which stays in the range of float16.
+        "contraction": (row, w.astype(np.float16)),
+    }
+    found = compute({name: (ops.dense, *args) for name, args in operands.items()})
+    assert found["none"].scale is None
+    assert found["tensor"].scale == 2
+    np.testing.assert_array_equal(np.ravel(found["channels"].scale), [4, 8, 16])
+    np.testing.assert_array_equal(found["rows"].scale, [[2], [4]])
+    np.testing.assert_array_equal(found["e8m0"].value, np.full((2, 3), 16))
+    np.testing.assert_array_equal(found["blocks"].value[0], [4, 4, 8])
+    assert found["contraction"].dtype == jnp.float16
+    np.testing.assert_array_equal(found["contraction"].value, (2**15 + 2**16) * 0.5)
 
 
 def test_the_kernels_own_axes_are_those_that_the_input_gradient_sums() -> None:
-    for name, (subscripts, x, kernel, _, n_in, n_out, _) in EINSUMS.items():
+    table = {}
+    for name, (subscripts, x, kernel, *_) in EINSUMS.items():
         args = scaled(normal(name, x, kernel), (None, None))
-        free, bound = (
-            pulled(functools.partial(ops.einsum, subscripts, constraint=c), *args)[1][0]
-            for c in (None, "to_output_scale")
-        )
+        for how in (None, "to_output_scale"):
+            op = functools.partial(ops.einsum, subscripts, constraint=how)
+            table[name, how] = functools.partial(pulled, op), *args
+    found = compute(table)
+    for name, (*_, n_in, n_out, _) in EINSUMS.items():
+        free, bound = (np.asarray(found[name, how][1][0]) for how in (None, "to_output_scale"))
         np.testing.assert_allclose(free, bound * (n_in / n_out) ** 0.5, rtol=1e-5, atol=1e-5)
 
 
 def test_einsum_with_a_column_and_in_fp8_is_dense() -> None:
     x, w = scaled(normal("column", (6, 4), (4,)), (None, None))
-    found = pulled(functools.partial(ops.einsum, "ab,b->a"), x, w)
-    expected = pulled(lambda x, w: ops.dense(x, w[:, None]).data[:, 0], x, w)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
-    x, w = scaled(normal("fp8", (2, 3, 16), (16, 2, 8)), (None, None), jnp.bfloat16)
+    a, b = scaled(normal("fp8", (2, 3, 16), (16, 2, 8)), (None, None), jnp.bfloat16)
     config = MatmulConfig()
-    found = ops.einsum("btd,dhk->bthk", x, w, config=config)
-    expected = ops.dense(x, w.reshape(16, 16), config=config).reshape(2, 3, 2, 8)
-    np.testing.assert_array_equal(found.data, expected.data)
-    found = ops.matmul(x, w.reshape(16, 16), config=config).reshape(2, 3, 2, 8)
-    np.testing.assert_array_equal(found.data, expected.data)
+
+    def in_fp8(op, *shape):
+        return lambda x, w: op(x, w.reshape(shape), config=config).data.reshape(2, 3, 2, 8)
+
+    column = functools.partial(ops.einsum, "ab,b->a")
+    heads = functools.partial(ops.einsum, "btd,dhk->bthk")
+    found = compute(
+        {
+            "column": (functools.partial(pulled, column), x, w),
+            "dense": (functools.partial(pulled, lambda x, w: ops.dense(x, w[:, None])[:, 0]), x, w),
+            "fp8 einsum": (in_fp8(heads, 16, 2, 8), a, b),
+            "fp8 dense": (in_fp8(ops.dense, 16, 16), a, b),
+            "fp8 matmul": (in_fp8(ops.matmul, 16, 16), a, b),
+        }
+    )
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(same, found["column"], found["dense"])
+    for op in ("einsum", "matmul"):
+        np.testing.assert_array_equal(found[f"fp8 {op}"], found["fp8 dense"])
 
 
 def test_an_update_of_zero_leaves_the_base_as_it_is() -> None:
-    x, a, b, base = (jnp.asarray(v, jnp.float16) for v in normal("zero", *LORA))
-    for given in (base, ScaledArray(base, 2.0**9)):
-        found = ops.lora(x.astype(jnp.float32), a, 0 * b, given)
+    x, a, b, base = (np.float16(v) for v in normal("zero", *LORA))
+    given = {"plain": base, "scaled": ScaledArray(base, 2.0**9)}
+    table = {name: (ops.lora, np.float32(x), a, 0 * b, value) for name, value in given.items()}
+    for name, found in compute(table).items():
         assert found.dtype == jnp.float16
-        np.testing.assert_array_equal(found.value, getattr(given, "value", given))
+        np.testing.assert_array_equal(found.value, getattr(given[name], "value", base))
 
 
 def test_groups_without_rows() -> None:
     x, kernel, bias = scaled(normal("empty", *GROUPED), (None,) * 3)
-    for grad in jax.grad(lambda *w: jnp.sum(grouped(x, *w).value ** 2), (0, 1))(kernel, bias):
+    loss = jax.grad(lambda *w: jnp.sum(grouped(x, *w).value ** 2), (0, 1))
+    for grad in map(np.asarray, jax.jit(loss)(kernel, bias)):
         assert not np.any(grad[1])
         assert np.all(np.any(grad[::2], axis=-1))
     np.testing.assert_array_equal(GROUPS.of_rows(ROWS), [*OF_ROWS, 3])
     groups = ops.Groups(jnp.zeros(2, jnp.int32), rows=0, groups=2)
-    y = ops.grouped_dense(jnp.ones((0, 4)), jnp.ones((2, 4, 3)), groups)
-    assert y.shape == (0, 3)
+    none = functools.partial(ops.grouped_dense, groups=groups)
+    assert jax.eval_shape(none, jnp.ones((0, 4)), jnp.ones((2, 4, 3))).shape == (0, 3)
 
 
 PROMOTIONS = [
@@ -318,8 +303,15 @@ PROMOTIONS = [
 
 @pytest.mark.parametrize("op", [ops.dense, ops.matmul], ids=["dense", "matmul"])
 def test_dtypes(op) -> None:
-    for x, kernel, expected in PROMOTIONS:
-        y, grads = pulled(op, jnp.full((2, 4), 3.0, x), jnp.full((4, 2), 64.0, kernel))
+    table = {
+        (x, kernel, expected): (
+            functools.partial(pulled, op),
+            np.full((2, 4), 3.0, jnp.dtype(x)),
+            np.full((4, 2), 64.0, jnp.dtype(kernel)),
+        )
+        for x, kernel, expected in PROMOTIONS
+    }
+    for (x, kernel, expected), (y, grads) in compute(table).items():
         assert y.dtype.name == expected
         np.testing.assert_array_equal(np.float32(y), 384)
         assert [g.dtype.name for g in grads] == [x, kernel]
@@ -328,13 +320,14 @@ def test_dtypes(op) -> None:
 
 def test_float16_factor_is_applied_to_the_wide_sum() -> None:
     """4096 products of 16 sum to 65536 > 65504; the factor 1 / 64 brings them back to 1024."""
-    x, w = jnp.full((2, 4096), 4.0, jnp.float16), jnp.full((4096, 3), 4.0, jnp.float16)
-    y, vjp = jax.vjp(lambda x, w: ops.dense(x, w).data, x, w)
+    x, w = np.full((2, 4096), 4.0, np.float16), np.full((4096, 3), 4.0, np.float16)
+    run = jax.jit(lambda x, w, dy: pulled(ops.dense, x, w, cotangent=dy))
+    y, (_, dw) = run(x, w, np.float16(10000))
     np.testing.assert_array_equal(y, 1024)
     # dkernel sums 2 rows: 4 * 10000 * 2 = 80000 > 65504 before the factor 2^-1/2.
-    np.testing.assert_array_equal(vjp(jnp.full_like(y, 10000.0))[1], np.float16(80000 * 2**-0.5))
+    np.testing.assert_array_equal(dw, np.float16(80000 * 2**-0.5))
     # dx sums 3 columns: 4 * 3e4 * 3 = 360000, times 1 / 64 is 5625.
-    np.testing.assert_array_equal(vjp(jnp.full_like(y, 30000.0))[0], np.float16(5625))
+    np.testing.assert_array_equal(run(x, w, np.float16(30000))[1][0], np.float16(5625))
 
 
 def test_quantized_dense_against_a_manual_product() -> None:
@@ -345,8 +338,8 @@ def test_quantized_dense_against_a_manual_product() -> None:
     qx, qw = rounded(x, "float8_e4m3fn"), rounded(np.float32(w), "float8_e4m3fn")
     qdy = rounded(dy, "float8_e5m2")
     args = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.float32), jnp.asarray(b, jnp.float32)
-    y, vjp = jax.vjp(lambda *args: ops.dense(*args, config=config).data, *args)
-    dx, dw, db = vjp(jnp.asarray(dy, jnp.bfloat16))
+    op = functools.partial(ops.dense, config=config)
+    y, (dx, dw, db) = pulled(op, *args, cotangent=jnp.asarray(dy, jnp.bfloat16))
     assert [a.dtype.name for a in (y, dx, dw, db)] == ["bfloat16"] * 2 + ["float32"] * 2
     fwd, weight = 8**-0.5, 6**-0.5
     half = {"rtol": 2**-7, "atol": 2**-7}
@@ -366,7 +359,6 @@ STRATEGIES = {"unit": Unit(), "dynamic": Dynamic(), "block": Block()}
     [
         ("bfloat16", (None, 8.0)),
         ("float16", (2.0**-60, 2.0**100)),
-        pytest.param("float32", (4.0, 0.25), marks=pytest.mark.slow),
         pytest.param("bfloat16", (2.0**-60, 2.0**100), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -411,16 +403,16 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_scales_of_products_stay_in_range(dtype: str) -> None:
     """2^100 * 2^100 and 2^-100 * 2^-100 are out of float32's range; the values are not."""
     table = {}
     for name, (op, *shapes) in PRODUCTS.items():
-        x, w = (jnp.asarray(a, dtype) for a in normal(name, *shapes))
-        x = x.at[0].set(0)  # and zeros stay zeros
+        x, w = (a.astype(jnp.dtype(dtype)) for a in normal(name, *shapes))
+        x[0] = 0  # and zeros stay zeros
         table[name, 0, 0] = op, ScaledArray(x), ScaledArray(w)
         for powers in ((100, 100), (-100, -100), (100, -100)):
-            shift = 2.0 ** float(-50 * np.sign(sum(powers)))
+            shift = x.dtype.type(2.0 ** float(-50 * np.sign(sum(powers))))
             moved = (ScaledArray(a * shift, 2.0**p) for a, p in zip((x, w), powers, strict=True))
             table[name, *powers] = op, *moved
     found = compute(table)

@@ -21,7 +21,7 @@ def softmax(z):
     return e / e.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize(("size", "mult"), [(2, 1.0), (16, 0.1), (64, 3.0), (8, 20.0)])
+@pytest.mark.parametrize(("size", "mult"), [(16, 0.1), (64, 3.0)])
 def test_output_and_gradient_are_unit(size, mult, assert_unit) -> None:
     factors = rules.softmax(size, mult=mult, constraint=None)
 
@@ -49,8 +49,7 @@ def test_limits_of_softmax() -> None:
         assert rules.softmax(1, constraint=constraint) == rules.Factors(1.0, (1.0,))
 
 
-@pytest.mark.parametrize("size", [3, 64, 2000])
-@pytest.mark.parametrize("spread", [0.01, 1.0, 16.0])
+@pytest.mark.parametrize(("size", "spread"), [(3, 16.0), (64, 1.0), (2000, 1.0), (64, 0.01)])
 def test_moments_are_those_of_samples(size, spread) -> None:
     rows = 500_000 // (size + 20)
     p = softmax(spread * np.random.default_rng(size).standard_normal((rows, size)))
@@ -86,9 +85,7 @@ def test_causal_average_is_the_mean_over_rows(spread) -> None:
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(
-    ("experts", "top_k", "spread"), [(8, 2, 1.0), (4, 3, 1.5), (2, 1, 1.0), (40, 6, 0.5)]
-)
+@pytest.mark.parametrize(("experts", "top_k", "spread"), [(4, 3, 1.5), (40, 6, 0.5)])
 def test_moments_of_gates_are_those_of_samples(experts, top_k, spread, renormalize) -> None:
     rng = np.random.default_rng(0)
     p = softmax(-np.sort(-spread * rng.standard_normal((40_000, experts)), axis=-1))
@@ -128,7 +125,7 @@ TOKENS, IN, OUT = 96, 24, 32
 
 @pytest.mark.parametrize(
     ("experts", "top_k", "mult", "renormalize"),
-    [(8, 2, 1.0, True), (8, 1, 1.0, False), (6, 3, 2.0, False)],
+    [(8, 2, 1.0, True), (6, 3, 2.0, False)],
 )
 def test_mixture_and_router_are_unit(experts, top_k, mult, renormalize, assert_unit) -> None:
     options = {"mult": mult, "renormalize": renormalize}
@@ -159,9 +156,7 @@ def test_mixture_and_router_are_unit(experts, top_k, mult, renormalize, assert_u
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("length", "mult", "rate"), [(48, 8.0, 0.0), (48, 1.0, 0.3), (32, 24.0, 0.0)]
-)
+@pytest.mark.parametrize(("length", "mult", "rate"), [(48, 8.0, 0.0), (48, 1.0, 0.3)])
 def test_output_and_gradients_are_unit(length, mult, rate, is_causal, assert_unit) -> None:
     head_dim, batch = 256, 2
     factors = rules.dot_product_attention(
@@ -291,13 +286,6 @@ def test_predicted_mean_square_is_that_of_a_random_stack(
     assert (np.abs(ratio - 1) <= 5 * error + finite_width).all(), (ratio, error)
 
 
-@pytest.mark.slow
-def test_without_norms_it_is_an_estimate_much_nearer_than_independence() -> None:
-    predicted, ratio, _ = simulate(True, relu, jax.nn.relu, False, "none", 0.2)
-    independent = ratio * predicted / predicted[0]
-    assert (np.abs(np.log(ratio[1:])) < 0.5 * np.abs(np.log(independent[1:]))).all()
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) -> None:
     for length in (1, 7, 100, 1000):
@@ -334,17 +322,3 @@ def test_the_average_of_a_covariance() -> None:
     square, _ = moments_by_size(seen.sum(1), spread)
     variance = np.diag(average @ pair @ average.T) + square * (average @ own)
     np.testing.assert_allclose(found.variance, variance, rtol=1e-12)
-
-
-def test_a_deep_stack_integrates_the_softmax_once(monkeypatch) -> None:
-    """The moments of attention are computed once for all layers."""
-    calls = []
-
-    def counted(*arguments):
-        calls.append(arguments)
-        return moments_by_size(*arguments)
-
-    monkeypatch.setattr(module, "moments_by_size", counted)
-    for layer in range(8):
-        AttentionContext(taus_below=(0.5, 0.25) * layer).mean_square(32, 77, is_causal=True)
-    assert len(calls) == 1
