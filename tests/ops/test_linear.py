@@ -175,7 +175,7 @@ VARYING = [
 def test_scales_that_vary() -> None:
     check_all(
         {
-            (name, i): functools.partial(CASES[name], scales=scales, slack=8)
+            (name, i): functools.partial(CASES[name], scales=scales)
             for i, (name, *scales) in enumerate(VARYING)
         }
     )
