@@ -99,12 +99,18 @@ def vmapped(xs, ws, dys, state):
 
 
 def test_every_use_of_a_layer_counts() -> None:
-    losses = jax.checkpoint(used_in_turn), scanned_over_time, vmapped
-    grads = jit(lambda *args: [jax.grad(loss, 3)(*args) for loss in losses])(XS, WS, DYS, START)
-    for grad in grads:
-        assert scales(START.advance(grad)) == WANTED
+    losses = jax.checkpoint(used_in_turn), scanned_over_time, vmapped, scanned_over_layers
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), START)
-    stacked = states.advance(jit(jax.grad(scanned_over_layers, 3))(XS, WS, DYS, states))
+    given = START, START, START, states
+
+    @jit
+    def run(*args):
+        pairs = zip(losses, given, strict=True)
+        return [state.advance(jax.grad(loss, 3)(*args, state)) for loss, state in pairs]
+
+    *advanced, stacked = run(XS, WS, DYS)
+    for state in advanced:
+        assert scales(state) == WANTED
     expected = [[needed(t, s) for t, s in zip(TENSORS, sizes, strict=True)] for sizes in SIZES]
     np.testing.assert_array_equal(stacked.scale, expected)
 
@@ -116,19 +122,16 @@ def test_amax_is_global_over_devices() -> None:
     shards = [NamedSharding(mesh, place) for place in places]
     x, w, dy = map(jax.device_put, (X, W, DY), shards)
     assert scales(START.advance(gradient(x, w, dy, START))) == WANTED
-    y = jit(layer)(x, w, GOOD)
+    run = jit(layer)
+    y = run(x, w, GOOD)
     assert np.all(np.isfinite(y))
-    np.testing.assert_array_equal(y, jit(layer)(X, W, GOOD))
-    for average in (False, True):  # or summed by JAX
-
-        def manual(*args, average=average):
-            grads = jax.grad(weighted, argnums=3)(*args)
-            return jax.lax.pmean(grads, "data") if average else grads
-
-        places = P("data"), P(), P("data"), P()
-        options = {"in_specs": places, "out_specs": P(), "check_vma": not average}
-        manual = jit(jax.shard_map(manual, mesh=mesh, **options))
-        assert scales(START.advance(manual(X, W, DY, START))) == WANTED
+    np.testing.assert_array_equal(y, run(X, W, GOOD))
+    manual, places = jax.grad(weighted, argnums=3), (P("data"), P(), P("data"), P())
+    averaged = lambda *args: jax.lax.pmean(manual(*args), "data")  # noqa: E731
+    for f in (manual, averaged):  # summed by JAX, or averaged
+        options = {"in_specs": places, "out_specs": P(), "check_vma": f is manual}
+        grads = jit(jax.shard_map(f, mesh=mesh, **options))(X, W, DY, START)
+        assert scales(START.advance(grads)) == WANTED
 
 
 def test_values_that_are_not_finite_unused_or_zero_leave_no_entry() -> None:

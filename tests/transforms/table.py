@@ -117,103 +117,65 @@ TABLE: list[tuple[dict[str, Any], str]] = [
     (
         {},
         """
-jnp.{sin cos tanh sinh cosh arctan arcsinh exp exp2 expm1 square abs negative sinc}(A)
-jnp.{log log2 log1p sqrt cbrt reciprocal i0}(P) | jnp.{arcsin arccos arctanh tan}(U)
-jnp.{add subtract multiply maximum minimum logaddexp hypot arctan2}(A, B) | jnp.nan_to_num(A)
-jnp.{divide power fmod remainder copysign heaviside}(P, Q) | jnp.{diag diagonal trace tril triu}(S)
-nn.{relu relu6 sigmoid softplus sparse_plus soft_sign silu log_sigmoid tanh leaky_relu}(A)
-nn.{hard_sigmoid hard_silu hard_tanh elu celu selu gelu mish squareplus softmax log_softmax}(A)
-nn.{logsumexp standardize identity sparse_sigmoid}(A) | jnp.{ravel transpose flip squeeze}(A)
-jnp.{sum mean max min prod var std ptp median cumsum}(A) | jnp.cumprod(P)
-lax.{cummax cummin cumlogsumexp}(A) | jnp.{sort diff cov gradient}(V)
-special.{erf erfc erfinv entr ndtr log_ndtr i0e i1e expit}(U) | special.{gammaln digamma gamma}(P)
+jnp.{sin cos tanh sinh cosh arctan arcsinh exp exp2 expm1 square abs negative}(A)
+jnp.{log log1p sqrt cbrt reciprocal}(P) | jnp.{arcsin arccos arctanh tan}(U)
+jnp.{add subtract multiply maximum minimum arctan2}(A, B) | jnp.{divide power fmod}(P, Q)
+nn.{relu sigmoid silu elu gelu softmax log_softmax logsumexp}(A) | jnp.{trace tril}(S)
+jnp.{ravel transpose flip squeeze sum mean max prod var cumsum}(A) | jnp.cumprod(P)
+lax.{cummax cummin cumlogsumexp}(A) | jnp.{sort diff}(V)
+special.{erf erfc erfinv i0e i1e}(U) | special.{gammaln digamma}(P) | special.polygamma(1, P)
 jnp.clip(A, -0.5, 0.7) | jnp.where(MASK, A, B) | jnp.where(MASK, A, 0.25)
 jnp.where(MASK, A, -jnp.inf) | jnp.where(MASK, A, jnp.finfo(A.dtype).min)
-jnp.select([A > 1, A > 0], [A, B], 3.0) | jnp.ldexp(A, 3)
 (2 * A - B / 3 + 1) * -A + A**3 - 4 / (B * B + 1) | 1e-6 * A + 1e6 * A**2 - 0.1
-A * jnp.arange(6) + jnp.ones(6, jnp.int32) | nn.glu(A) | nn.gelu(A, approximate=False)
-nn.softmax(A, where=MASK) | nn.softmax(A, axis=0) | nn.log_softmax(A * 100)
-nn.logsumexp(A, axis=1, where=A > -9) | nn.logsumexp(jnp.where(MASK, A, -jnp.inf))
-nn.logsumexp(A, b=P) | nn.one_hot(IDS, 6) * A
-nn.dot_product_attention(QKV[0], QKV[1], QKV[2], is_causal=True) | A.reshape(3, 8)
-jnp.broadcast_to(A, (3, 4, 6)) | jnp.concatenate([A, B * 3]) | jnp.tile(A, (2, 3))
-jnp.repeat(A, 2, axis=1) | jnp.roll(A, 2, axis=1) | jnp.pad(A, 1)
-jnp.pad(A, 1, constant_values=2.5) | jnp.pad(A, 2, mode="reflect") | jnp.take(A, IDS, axis=1)
+A * jnp.arange(6) + jnp.ones(6, jnp.int32) | A.reshape(3, 8) | nn.one_hot(IDS, 6) * A
+jnp.broadcast_to(A, (3, 4, 6)) | jnp.concatenate([A, B * 3]) | jnp.roll(A, 2, axis=1)
+jnp.pad(A, 1, constant_values=2.5) | jnp.take(A, IDS, axis=1)
 jnp.take(A, IDS + 3, axis=1, mode="fill", fill_value=1.5) | jnp.take_along_axis(A, IDS[:, None], 1)
-A[1:3, ::2] + A[IDS[:2], 1][:, None] | A[jnp.nonzero(MASK, size=5)] | A.at[1].set(V * 3)
-A.at[:, 2].set(7.0) | A.at[IDS].add(V) | A.at[IDS[:2]].max(V) | jnp.zeros_like(A) + A
-jnp.ones_like(A) * 2 - A | jnp.full_like(A, 3.7) * A | lax.dynamic_slice(A, (IDS[0] + 1, 2), (2, 3))
-lax.dynamic_update_slice(A, V[None] * 5, (IDS[0], 0)) | lax.rev(A, (0, 1))
-lax.pad(A, V[0], ((0, 0, 1), (1, 1, 0))) | jnp.sum(A, where=MASK)
-jnp.max(A, axis=1, initial=-jnp.inf) | jnp.max(A, axis=1, initial=0.1, where=MASK)
-jnp.quantile(A, 0.3, axis=1) | lax.top_k(A, 3)[0] | lax.sort((A, B), num_keys=1)[1]
+A[1:3, ::2] + A[IDS[:2], 1][:, None] | A.at[1].set(V * 3) | A.at[:, 2].set(7.0)
+A.at[IDS].add(V) | A.at[IDS[:2]].max(V) | jnp.full_like(A, 3.7) * A | jnp.zeros_like(A) + A
+lax.dynamic_slice(A, (IDS[0] + 1, 2), (2, 3)) | lax.dynamic_update_slice(A, V[None], (IDS[0], 0))
+lax.rev(A, (0, 1)) | lax.pad(A, V[0], ((0, 0, 1), (1, 1, 0))) | jnp.sum(A, where=MASK)
+jnp.max(A, axis=1, initial=-jnp.inf) | lax.top_k(A, 3)[0] | lax.sort((A, B), num_keys=1)[1]
 lax.cumsum(A, axis=1, reverse=True) | lax.associative_scan(jnp.multiply, P)
 lax.reduce_window(IMAGE, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 lax.reduce_window(IMAGE, 0.0, lax.add, (1, 2, 2, 1), (1, 1, 1, 1), "SAME")
-jax.ops.segment_sum(A, IDS, 5) | A * lax.rsqrt(jnp.mean(A**2, -1, keepdims=True) + 1e-6) | A @ C
-jnp.dot(V, W) | jnp.outer(V, W) | jnp.kron(A, C) | jnp.cross(V[:3], W[:3]) | jnp.tensordot(A, C, 1)
+jax.ops.segment_sum(A, IDS, 5) | A @ C | jnp.dot(V, W) | jnp.outer(V, W)
 jnp.einsum("ij,kj,j->ik", A, B, B[0]) | jnp.einsum("bhwc,bhvc->bhwv", IMAGE, IMAGE)
-A[None] @ jnp.stack([C, C]) | jnp.convolve(V, W) | jnp.polyval(V, A)
-lax.conv_general_dilated(IMAGE, KERNEL, (1, 1), "SAME", dimension_numbers=NHWC)
 lax.conv_general_dilated(IMAGE, KERNEL, (2, 2), "VALID", None, (2, 2), NHWC)
-lax.conv_transpose(IMAGE, KERNEL, (2, 2), "SAME")
-lax.ragged_dot(A, jnp.stack([C, C * 2]), jnp.asarray([1, 3], jnp.int32)) | A @ (WEIGHT * 3)
-A[IDS] * 2 | lax.dot(A, C, preferred_element_type=jnp.float32) | jnp.linalg.norm(A)
-jnp.linalg.norm(A, ord=1, axis=0) | jnp.linalg.matrix_power(S, 3) | jnp.abs(jnp.fft.fft(A))
-jnp.fft.ifft(jnp.fft.fft(A) * 2).real | jnp.fft.rfft(A).imag | jnp.fft.irfft(jnp.fft.rfft(A))
-jnp.fft.fft2(A).real | jnp.abs(jnp.fft.rfft2(A))**2 | jnp.abs((A + 1j * B) * jnp.exp(1j * A))
-jnp.angle(lax.complex(A, B)) | special.logit(P / 4) | special.xlogy(P, Q) | special.polygamma(1, P)
-jax.scipy.stats.norm.logpdf(A) | jax.scipy.stats.norm.cdf(A) | jax.scipy.stats.laplace.logpdf(A)
+lax.conv_transpose(IMAGE, KERNEL, (2, 2), "SAME") | lax.dot(A, C, preferred_element_type=A.dtype)
+lax.ragged_dot(A, jnp.stack([C, C * 2]), jnp.asarray([1, 3], jnp.int32))
+jnp.abs(jnp.fft.fft(A)) | jnp.fft.rfft(A).imag | jnp.fft.irfft(jnp.fft.rfft(A))
+jnp.abs((A + 1j * B) * jnp.exp(1j * A)) | jnp.angle(lax.complex(A, B))
 A + jax.random.normal(KEY, A.shape) | A * jax.random.uniform(KEY, A.shape)
-jax.random.uniform(KEY, (6,), minval=V, maxval=V + 1)
-jnp.where(jax.random.bernoulli(KEY, 0.5, A.shape), A * 2, 0)
-nn.softmax(A + jax.random.gumbel(KEY, A.shape)) | A * jax.random.exponential(KEY, A.shape)
-A[jax.random.randint(KEY, (3,), 0, 4)] | jax.jit(lambda x, y: x * y + 1)(A, B)
-(lambda f: f(A) + f(2 * A))(jax.jit(lambda a: a * a + 1))
-lax.scan(lambda c, _: (jnp.tanh(c @ M), None), S, length=5)[0]
+jax.jit(lambda x, y: x * y + 1)(A, B) | (lambda f: f(A) + f(2 * A))(jax.jit(lambda a: a * a + 1))
 lax.scan(lambda c, a: (c + a, c * a), A[0], A)[1]
-lax.scan(lambda c, a: (c + a, c), jnp.zeros(6), A)[1]
 lax.scan(lambda c, a: (c * 0.5 + a, c), A[0], A, reverse=True)[1]
-lax.scan(lambda c, a: (lax.scan(lambda d, _: (d * 0.9 + a, d), c, length=2)[0], c), A[0], A)[1]
 lax.scan(lambda c, a: ((c[0] + 1, c[1] + a * c[0]), c[0]), (0, A[0]), A)[0][1]
 lax.scan(jax.checkpoint(lambda c, _: (jnp.tanh(c @ M), c)), S, length=4)[0]
-lax.scan(lambda c, _: (c * 3, c), A, length=5)[1] | lax.map(lambda a: a / jnp.sum(a**2), A)
-lax.fori_loop(0, 4, lambda i, c: c * 0.5 + i, A)
+lax.scan(lambda m, a: (0.9 * m + 0.1 * a, m), jnp.zeros(6), A)[0] / (1 - 0.9**4)
 lax.fori_loop(0, 4, lambda i, c: c.at[i].set(A[i] * 2), jnp.zeros((4, 6)))
 lax.cond(A[0, 0] > 0, lambda a: a * 3, lambda a: jnp.sin(a), A)
-lax.cond(A[0, 0] > 9, jnp.zeros_like, lambda a: a * a, A)
-lax.switch(IDS[1], [jnp.sin, jnp.exp, lambda a: a * a], A)
 lax.switch((A[0, 0] > 0).astype(int) + 1, [jnp.sin, lambda a: 9 * a, lambda a: a * a], A)
 jax.checkpoint(lambda x, m: jnp.sin(x @ m) @ m)(S, M)
-jax.checkpoint(lambda x, m: jnp.sin(x @ m) @ m, policy=jax.checkpoint_policies.dots_saveable)(S, M)
 checkpoint_name(A * 2, "h")**2 | clipped_gradient(A) | power_of(A, 3) | steep(A)
-lax.scan(lambda c, _: (steep(c), c), A, length=3)[0] | A * lax.stop_gradient(A)
-straight_through(A) | jax.vmap(jnp.dot)(A, B) | jax.vmap(jax.grad(lambda a: jnp.sum(a**3)))(A)
+A * lax.stop_gradient(A) | straight_through(A) | jax.vmap(jnp.dot)(A, B)
 jax.vmap(lambda a: a / lax.psum(a**2, "i"), axis_name="i")(A)
-jax.vmap(lambda a: lax.scan(lambda c, b: (c + b, c * b), 0.0, a)[1])(A)
 jax.vmap(lambda a: lax.cond(a[0] > 0, jnp.sin, jnp.cos, a))(A) | jax.jvp(jnp.tanh, (A,), (B,))[1]
-jax.vjp(jnp.tanh, A)[1](B)[0] | jax.jacobian(lambda u: u**2 * u[0])(V)
-jax.hessian(lambda u: jnp.sum(u**4) + u[0] * u[1])(V)
-(jax.debug.callback(lambda a: None, A), A * 2)[1] | lax.optimization_barrier(A * 2) + 1
-jax.linearize(jnp.sin, A)[1](B) | jnp.mean((nn.gelu(A @ C) @ C.T - A)**2)
-optax.softmax_cross_entropy_with_integer_labels(A, IDS).mean()
--lax.reduce_window(-A, jnp.inf, lax.min, (2, 2), (2, 2), "VALID")
-jnp.einsum("te,td->ted", nn.softmax(lax.top_k(A, 3)[0]), A @ C)
-lax.scan(lambda m, a: (0.9 * m + 0.1 * a, m), jnp.zeros(6), A)[0] / (1 - 0.9**4)
+jax.jacobian(lambda u: u**2 * u[0])(V) | (jax.debug.callback(lambda a: None, A), A * 2)[1]
+jax.linearize(jnp.sin, A)[1](B) | lax.optimization_barrier(A * 2) + 1
 """,
     ),
     (
         {"grad": False},
         """
 jnp.{floor ceil rint trunc sign signbit isnan isinf isfinite}(A) | jnp.floor_divide(P, Q)
-jnp.{greater less equal not_equal less_equal greater_equal isclose}(A, B)
-jnp.{argmax argmin count_nonzero argsort any all}(A)
-jnp.frexp(A)[0] | jnp.nextafter(A, B) | (A * 3).astype(jnp.int32) | A.astype(bool)
-A.view(jnp.int32) | A.at[IDS[:2]].min(V) | jnp.histogram(A, bins=4, range=(-2, 2))[0]
-jnp.searchsorted(jnp.sort(V), V) | lax.reduce(A, 0.0, lax.add, (0,))
+jnp.{greater less equal not_equal less_equal greater_equal}(A, B)
+jnp.{argmax argmin count_nonzero argsort any all}(A) | nn.{relu silu softmax}(B)
+clipped_gradient(B) | power_of(B, 2) | steep(B) | jax.checkpoint(jnp.sin)(B) | root(Q[0, 0])
+jnp.nextafter(A, B) | (A * 3).astype(jnp.int32) | A.astype(bool)
+A.view(jnp.int32) | A.at[IDS[:2]].min(V) | lax.reduce(A, 0.0, lax.add, (0,))
 jax.ops.segment_max(A, IDS, 4) | special.zeta(P + 1, 2.0) | jax.random.bernoulli(KEY, P / 2)
-jax.random.categorical(KEY, A) | newton(P)
-lax.while_loop(lambda c: jnp.sum(c) < 50, lambda c: c * 2, P)
+newton(P) | lax.while_loop(lambda c: jnp.sum(c) < 50, lambda c: c * 2, P)
 jax.vmap(lambda r: lax.while_loop(lambda s: jnp.max(s) < 9, lambda s: s * 2, r))(P)
 jax.vmap(lambda n, a: lax.fori_loop(0, n, lambda i, c: jnp.sin(c) + i * a, a))(IDS, A)
 jax.pure_callback(np.sin, jax.ShapeDtypeStruct(A.shape, A.dtype), A, vmap_method="sequential")
@@ -222,33 +184,77 @@ jax.pure_callback(np.sin, jax.ShapeDtypeStruct(A.shape, A.dtype), A, vmap_method
     (
         {"slow": True},
         """
-jnp.corrcoef(A) | jnp.interp(V, jnp.linspace(-3.0, 3.0, 6), W) | special.betaln(P, Q)
+jnp.{sinc deg2rad conj real fabs fliplr atleast_3d copy min std ptp median nan_to_num}(A)
+jnp.{log2 log10 i0 nanprod}(P) | jnp.{remainder copysign heaviside true_divide float_power}(P, Q)
+jnp.{logaddexp logaddexp2 hypot}(A, B) | jnp.{diag diagonal triu rot90}(S) | jnp.{cov gradient}(V)
+nn.{relu6 softplus sparse_plus soft_sign log_sigmoid tanh leaky_relu swish hard_sigmoid}(A)
+nn.{hard_silu hard_tanh celu selu mish squareplus standardize identity sparse_sigmoid glu}(A)
+special.{entr ndtr log_ndtr expit}(U) | special.gamma(P) | special.logit(P / 4)
+special.{xlogy betaln}(P, Q) | jnp.{nansum nanmean nanmax corrcoef}(A) | jnp.divmod(P, Q)[1]
+jnp.select([A > 1, A > 0], [A, B], 3.0) | jnp.ldexp(A, 3) | nn.gelu(A, approximate=False)
+nn.softmax(A, where=MASK) | nn.softmax(A, axis=0) | nn.log_softmax(A * 100)
+nn.logsumexp(A, axis=1, where=A > -9) | nn.logsumexp(jnp.where(MASK, A, -jnp.inf))
+nn.logsumexp(A, b=P) | nn.dot_product_attention(QKV[0], QKV[1], QKV[2], is_causal=True)
+nn.dot_product_attention(QKV[0], QKV[1], QKV[2]) | nn.relu(A).max(-1) | jnp.tile(A, (2, 3))
+jnp.repeat(A, 2, axis=1) | jnp.pad(A, 1) | jnp.pad(A, 2, mode="reflect")
+A[jnp.nonzero(MASK, size=5)] | jnp.ones_like(A) * 2 - A | A[IDS] * 2 | A.at[1].mul(V)
+jnp.max(A, axis=1, initial=0.1, where=MASK) | jnp.quantile(A, 0.3, axis=1) | jnp.percentile(A, 70)
+A * lax.rsqrt(jnp.mean(A**2, -1, keepdims=True) + 1e-6) | A @ (WEIGHT * 3) | jnp.kron(A, C)
+jnp.cross(V[:3], W[:3]) | jnp.tensordot(A, C, 1) | jnp.convolve(V, W) | jnp.polyval(V, A)
+A[None] @ jnp.stack([C, C]) | jnp.vdot(V, W) | jnp.inner(A, B) | jnp.fft.fftshift(A)
+lax.conv_general_dilated(IMAGE, KERNEL, (1, 1), "SAME", dimension_numbers=NHWC)
+jnp.linalg.norm(A) | jnp.linalg.norm(A, ord=1, axis=0) | jnp.linalg.matrix_power(S, 3)
+jnp.fft.ifft(jnp.fft.fft(A) * 2).real | jnp.fft.fft2(A).real | jnp.abs(jnp.fft.rfft2(A))**2
+jax.scipy.stats.norm.{logpdf cdf}(A) | jax.scipy.stats.laplace.logpdf(A)
+jax.random.uniform(KEY, (6,), minval=V, maxval=V + 1) | A[jax.random.randint(KEY, (3,), 0, 4)]
+jnp.where(jax.random.bernoulli(KEY, 0.5, A.shape), A * 2, 0)
+nn.softmax(A + jax.random.gumbel(KEY, A.shape)) | A * jax.random.exponential(KEY, A.shape)
 jax.random.permutation(KEY, A) | jax.random.choice(KEY, A, (3,))
 A * jax.random.truncated_normal(KEY, -2.0, 2.0, A.shape)
-jnp.{deg2rad rad2deg conj real fabs positive fliplr flipud atleast_3d copy array}(A)
-jnp.{nansum nanmean nanmax}(A) | jnp.nanprod(P) | jnp.log10(P) | jnp.{true_divide float_power}(P, Q)
-jnp.logaddexp2(A, B) | nn.swish(A) | jnp.rot90(S) | jnp.vdot(V, W) | jnp.inner(A, B)
-jnp.divmod(P, Q)[1] | nn.dot_product_attention(QKV[0], QKV[1], QKV[2]) | nn.relu(A).max(-1)
-jnp.swapaxes(A, 0, 1) | jnp.moveaxis(IMAGE, -1, 0) | A[:, None, :, None] | jnp.hstack([A, B])
-lax.expand_dims(A, (1,)) | lax.broadcast_in_dim(V, (3, 6), (1,)) | jnp.meshgrid(V, W)[1] * V
-jnp.linspace(A[0, 0], A[1, 1], 5) | A.at[1].mul(V) | A.mean((0, 1)) | jnp.percentile(A, 70)
-jnp.stack([A, B * B, A]) | jnp.split(A, 3, axis=1)[1] | A.sum(0, keepdims=True) | A.var(-1, ddof=1)
-jnp.average(A, weights=P) | jnp.fft.fftshift(A) | A * jnp.minimum(1.0, 0.5 / jnp.sqrt((A**2).sum()))
-jax.jit(lambda a: jax.jit(jnp.sin)(a) * a)(A) | optax.softmax_cross_entropy(A, nn.one_hot(IDS, 6))
-lax.scan(lambda c, a: (c + a * c, c), A[0], A, unroll=2)[0] | optax.huber_loss(A, B)
-jax.jvp(jax.grad(lambda u: jnp.sum(jnp.sin(u))), (V,), (W,))[1] | optax.cosine_similarity(A, B)
+lax.scan(lambda c, _: (jnp.tanh(c @ M), None), S, length=5)[0]
+lax.scan(lambda c, a: (c + a, c), jnp.zeros(6), A)[1]
+lax.scan(lambda c, a: (c + a * c, c), A[0], A, unroll=2)[0]
+lax.scan(lambda c, a: (lax.scan(lambda d, _: (d * 0.9 + a, d), c, length=2)[0], c), A[0], A)[1]
+lax.scan(lambda c, _: (c * 3, c), A, length=5)[1] | lax.map(lambda a: a / jnp.sum(a**2), A)
+lax.scan(lambda c, _: (steep(c), c), A, length=3)[0] | jax.vjp(jnp.tanh, A)[1](B)[0]
+lax.fori_loop(0, 4, lambda i, c: c * 0.5 + i, A)
+lax.cond(A[0, 0] > 9, jnp.zeros_like, lambda a: a * a, A)
+lax.switch(IDS[1], [jnp.sin, jnp.exp, lambda a: a * a], A)
+jax.checkpoint(lambda x, m: jnp.sin(x @ m) @ m, policy=jax.checkpoint_policies.dots_saveable)(S, M)
+jax.vmap(jax.grad(lambda a: jnp.sum(a**3)))(A)
+jax.vmap(lambda a: lax.scan(lambda c, b: (c + b, c * b), 0.0, a)[1])(A)
+jax.hessian(lambda u: jnp.sum(u**4) + u[0] * u[1])(V) | jnp.mean((nn.gelu(A @ C) @ C.T - A)**2)
+jax.jvp(jax.grad(lambda u: jnp.sum(jnp.sin(u))), (V,), (W,))[1]
+-lax.reduce_window(-A, jnp.inf, lax.min, (2, 2), (2, 2), "VALID")
+jnp.einsum("te,td->ted", nn.softmax(lax.top_k(A, 3)[0]), A @ C)
+optax.softmax_cross_entropy_with_integer_labels(A, IDS).mean() | optax.huber_loss(A, B)
+optax.softmax_cross_entropy(A, nn.one_hot(IDS, 6)) | optax.cosine_similarity(A, B)
 optax.sigmoid_binary_cross_entropy(A, 1.0) | optax.kl_divergence(nn.log_softmax(A), nn.softmax(B))
+jnp.interp(V, jnp.linspace(-3.0, 3.0, 6), W) | jnp.moveaxis(IMAGE, -1, 0) | A[:, None, :, None]
+jnp.hstack([A, B]) | lax.broadcast_in_dim(V, (3, 6), (1,)) | jnp.meshgrid(V, W)[1] * V
+jnp.linspace(A[0, 0], A[1, 1], 5) | jnp.stack([A, B * B, A]) | jnp.split(A, 3, axis=1)[1]
+A.mean((0, 1)) | A.sum(0, keepdims=True) | A.var(-1, ddof=1) | jnp.average(A, weights=P)
+A * jnp.minimum(1.0, 0.5 / jnp.sqrt((A**2).sum())) | jax.jit(lambda a: jax.jit(jnp.sin)(a) * a)(A)
 jnp.sum(jax.grad(lambda a: jnp.sum(jnp.tanh(a @ WEIGHT)))(A) ** 2)
-A * jnp.sqrt(0.3) + jax.random.normal(KEY, A.shape) * 0.7**0.5
 """,
     ),
-    ({"grad": False, "slow": True}, "special.gammainc(P, Q) | special.betainc(P, Q, 0.4)"),
+    (
+        {"grad": False, "slow": True},
+        """
+special.gammainc(P, Q) | special.betainc(P, Q, 0.4) | jnp.isclose(A, B) | jnp.frexp(A)[0]
+jnp.histogram(A, bins=4, range=(-2, 2))[0] | jnp.searchsorted(jnp.sort(V), V)
+jax.random.categorical(KEY, A)
+""",
+    ),
     ({"steps": 2.0**16}, "A.astype(jnp.float16).astype(jnp.float32)"),
     ({"steps": 1024.0}, "root(P[0, 0])"),
     (
         {"steps": 512.0},
+        "(A - A.mean(-1, keepdims=True)) * lax.rsqrt(A.var(-1, keepdims=True) + 1e-6)",
+    ),
+    (
+        {"steps": 512.0, "slow": True},
         """
-(A - A.mean(-1, keepdims=True)) * lax.rsqrt(A.var(-1, keepdims=True) + 1e-6)
 (A - A.mean(0)) / jnp.sqrt(A.var(0) + 1e-5)
 lax.fori_loop(0, 5, lambda i, v: (lambda u: u / jnp.linalg.norm(u))(S @ v), jnp.ones(4))
 """,
@@ -256,16 +262,26 @@ lax.fori_loop(0, 5, lambda i, v: (lambda u: u / jnp.linalg.norm(u))(S @ v), jnp.
     (
         {"steps": 2048.0},
         """
-jnp.linalg.inv(SPD) | jnp.linalg.det(SPD) | jnp.linalg.solve(SPD, A) | jnp.linalg.cholesky(SPD)
-jnp.linalg.qr(C)[1] | jnp.linalg.svd(A, compute_uv=False) | jnp.linalg.eigh(SPD)[0]
+jnp.linalg.solve(SPD, A) | jnp.linalg.cholesky(SPD) | jnp.linalg.qr(C)[1]
+jnp.linalg.svd(A, compute_uv=False) | jnp.linalg.eigh(SPD)[0]
 jax.scipy.linalg.solve_triangular(SPD, A, lower=True)
-jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(SPD), A) | adam_steps(C, A)
 """,
     ),
-    ({"steps": 2048.0, "slow": True}, "jnp.linalg.slogdet(SPD)[1] | jax.random.gamma(KEY, P)"),
-    ({"steps": 2048.0, "grad": False}, "jnp.linalg.pinv(A) | jnp.linalg.lstsq(C, V)[0]"),
-    ({"steps": 4096.0}, "jax.scipy.sparse.linalg.cg(SPD, V[:4], maxiter=30)[0]"),
-    ({"steps": 4096.0, "slow": True}, "jax.scipy.linalg.expm(SPD / 8)"),
+    (
+        {"steps": 2048.0, "slow": True},
+        """
+jnp.linalg.slogdet(SPD)[1] | jax.random.gamma(KEY, P) | jnp.linalg.{inv det}(SPD)
+adam_steps(C, A) | jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(SPD), A)
+""",
+    ),
+    (
+        {"steps": 2048.0, "grad": False, "slow": True},
+        "jnp.linalg.pinv(A) | jnp.linalg.lstsq(C, V)[0]",
+    ),
+    (
+        {"steps": 4096.0, "slow": True},
+        "jax.scipy.linalg.expm(SPD / 8) | jax.scipy.sparse.linalg.cg(SPD, V[:4], maxiter=30)[0]",
+    ),
 ]
 
 

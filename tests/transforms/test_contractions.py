@@ -1,5 +1,7 @@
 """Matrix products, convolutions and attention."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,30 +13,25 @@ import pytest
 from jax import lax
 from jax.interpreters import mlir
 
+from tests.batching import compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.core import cudnn_of
 from unitscale.transforms import cast_data, get_data_scale, scalify
 
 
-def scale_of(function: Callable[..., Any], *args: Any) -> float:
-    return float(scalify(lambda *a: get_data_scale(function(*a))[1])(*args))
-
-
 def test_plain_numbers_carry_their_own_magnitude() -> None:
     """Known or not, a number is split into mantissa and scale; data stays at unit size."""
+    functions = lambda a, r: (a * 1e-3, a * r, a / r, a * 0.25)  # noqa: E731
+    scales = scalify(lambda *args: [get_data_scale(y)[1] for y in functions(*args)])
     x = ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(1.0))
-    rate = jnp.float32(1e-3)
-    assert scale_of(lambda a: a * 1e-3, x) == 2.0**-10
-    assert scale_of(lambda a, r: a * r, x, rate) == 2.0**-10
-    assert scale_of(lambda a, r: a / r, x, rate) == 2.0**10
-    assert scale_of(lambda a: a * 0.25, x) == 0.25
+    found = to_array(jax.jit(scales)(x, jnp.float32(1e-3)))
+    np.testing.assert_array_equal(found, [2.0**-10, 2.0**-10, 2.0**10, 0.25])
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 def test_dot_sees_fp8_operands_after_a_cast(name: str) -> None:
     dtype = jnp.dtype(name)
-    x = as_scaled(jnp.ones((4, 8)), dtype=jnp.float16)
-    w = as_scaled(jnp.ones((8, 2)), dtype=jnp.float16)
+    x, w = as_scaled((jnp.ones((4, 8)), jnp.ones((8, 2))), dtype=jnp.float16)
     product = jax.jit(scalify(lambda a, b: cast_data(a, dtype) @ cast_data(b, dtype)))
     (call,) = jax.make_jaxpr(product)(x, w).eqns
     (dot,) = [e for e in call.params["jaxpr"].eqns if e.primitive.name == "dot_general"]
@@ -67,9 +64,10 @@ def test_a_convolution_of_two_8_bit_formats_meets_in_the_type_of_the_data() -> N
         return cast_data(y, jnp.float8_e5m2, on="backward").sum()
 
     kernel, x = jnp.ones((2, 1, 3, 3)), jnp.arange(64.0).reshape(1, 1, 8, 8) / 64
-    found = jax.jit(scalify(jax.grad(loss)))(*as_scaled((kernel, x), dtype=jnp.float16))
-    # E4M3 keeps 3 bits behind the leading one.
-    np.testing.assert_allclose(to_array(found), jax.grad(loss)(kernel, x), rtol=2**-4)
+    half = as_scaled((kernel, x), dtype=jnp.float16)
+    run = jax.jit(lambda half, *plain: (scalify(jax.grad(loss))(*half), jax.grad(loss)(*plain)))
+    found, expected = run(half, kernel, x)
+    np.testing.assert_allclose(to_array(found), expected, rtol=2**-4)  # E4M3 keeps 3 more bits
 
 
 def test_on_other_platforms_float16_products_leave_the_matrix_unit_rounded(
@@ -85,82 +83,82 @@ def test_on_other_platforms_float16_products_leave_the_matrix_unit_rounded(
     rng = np.random.default_rng(0)
     x = ScaledArray(jnp.asarray(rng.normal(size=(4, 4096)), jnp.float16), jnp.float32(2.0**20))
     w = ScaledArray(jnp.asarray(rng.normal(size=(4096, 8)), jnp.float16), jnp.float32(2.0**-90))
+    # The largest sum there is, of one sign: 64 times what the root of its terms lets expect.
+    ones = ScaledArray(jnp.ones((4096,), jnp.float16), jnp.float32(1))
     exact = np.asarray(x.value, np.float64) @ np.asarray(w.value, np.float64)
-    here = scalify(jnp.dot)(x, w)
+    here = jax.jit(scalify(jnp.dot))(x, w)
     monkeypatch.setattr(jax.lax, "platform_dependent", elsewhere)
-    there = scalify(jnp.dot)(x, w)
-    assert [t.dtype for t in taken] == [jnp.float16]
+    run = jax.jit(lambda x, w, ones: (scalify(jnp.dot)(x, w), scalify(jnp.dot)(ones, ones)))
+    there, largest = run(x, w, ones)
+    assert [t.dtype for t in taken] == [jnp.float16] * 2
     assert here.scale == there.scale
     for result in (here, there):
         np.testing.assert_allclose(result.value, exact, atol=2.0**-10 * np.abs(exact).max())
-
-    # The largest sum there is, of one sign: 64 times what the root of its terms lets expect.
-    ones = ScaledArray(jnp.ones((4096,), jnp.float16), jnp.float32(1))
-    assert float(scalify(jnp.dot)(ones, ones).value) == 4096
-    assert len(taken) == 2
+    assert float(largest.value) == 4096
 
 
-@pytest.mark.parametrize("size", [1e-9, 1e11])
-def test_a_plain_operand_may_have_any_size(size: float) -> None:
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(size * rng.normal(size=(4, 6)), jnp.float32)
-    w = as_scaled(jnp.asarray(rng.normal(size=(6, 6)), jnp.float32), dtype=jnp.float16)
-    products = {
-        "dot": jnp.dot,
-        "dot with a fill": lambda x, w: jnp.full_like(x, size) @ w,
-        "convolve": lambda x, w: jnp.convolve(x[0], w[0]),
-        "ragged": lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.asarray([4])),
-    }
-    for name, f in products.items():
-        expected = f(x, w.value)
-        found = to_array(jax.jit(scalify(f))(x, w))
-        atol = 2 * float(jnp.finfo(jnp.float16).eps) * np.max(np.abs(expected))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=atol, err_msg=name)
-
-
-# what JAX traces as a call of its own, of a product or a ratio with a number
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "jit": jax.jit,
-    "remat": jax.checkpoint,
-    "vmap": lambda f: jax.vmap(jax.jit(f), (0, None)),
-    "cond": lambda f: lambda x, n: lax.cond(x[0] > 0, f, lambda x, n: x, x, n),
+PRODUCTS: dict[str, Callable[..., Any]] = {
+    "dot": lambda x, w, size: x @ w,
+    "dot with a fill": lambda x, w, size: jnp.full_like(x, size) @ w,
+    "convolve": lambda x, w, size: jnp.convolve(x[0], w[0]),
+    "ragged": lambda x, w, size: jax.lax.ragged_dot(x, w[None], jnp.asarray([4])),
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_number_that_enters_a_call(call: str) -> None:
+def test_a_plain_operand_may_have_any_size() -> None:
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((4, 6), (6, 6)))
+    w, table = as_scaled(w, dtype=jnp.float16), {}
+    for name, size in itertools.product(PRODUCTS, (1e-9, 1e11)):
+        f = functools.partial(PRODUCTS[name], size=size)
+        both = lambda x, w, f=f: (f(x, w.value), to_array(scalify(f)(x, w)))  # noqa: E731
+        table[name, size] = both, size * x, w
+    for name, (expected, found) in jax.device_get(compute(table)).items():
+        atol = 2 * float(jnp.finfo(jnp.float16).eps) * np.max(np.abs(expected))
+        with entry(name):
+            np.testing.assert_allclose(np.float32(found), expected, rtol=0, atol=atol)
+
+
+# what JAX traces as a call of its own, of a product or a ratio with a number
+CALLS: list[Callable[[Any], Any]] = [
+    jax.jit,
+    jax.checkpoint,
+    lambda f: jax.vmap(jax.jit(f), (0, None)),
+    lambda f: lambda x, n: lax.cond(x[0] > 0, f, lambda x, n: x, x, n),
+]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float32", "float64"))]
+)
+def test_a_number_that_enters_a_call(dtype: str) -> None:
     operators = (lax.mul, lambda x, n: n * x, lax.div, lambda x, n: x - n * x)
 
     def function(x: jax.Array) -> list[jax.Array]:
-        return [CALLS[call](f)(x, number) for f in operators for number in (-0.0, jnp.inf, 3.3)]
+        cases = itertools.product(CALLS, operators, (-0.0, jnp.inf, 3.3))
+        return [call(f)(x, number) for call, f, number in cases]
 
-    for dtype in ("float32", "float16", "float64"):
-        with jax.enable_x64(dtype == "float64"):
-            x = as_scaled(jnp.asarray([1.0, -2.0, 3.0], dtype))
-            expected = [np.asarray(y, np.float64) for y in function(to_array(x))]
-            for found, e in zip(to_array(jax.jit(scalify(function))(x)), expected, strict=True):
-                np.testing.assert_allclose(found, e, rtol=4 * float(jnp.finfo(dtype).eps))
+    with jax.enable_x64(dtype == "float64"):
+        x = as_scaled(jnp.asarray([1.0, -2.0, 3.0], dtype))
+        both = jax.jit(lambda x: (function(to_array(x)), to_array(scalify(function)(x))))
+        for expected, found in zip(*both(x), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=4 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.parametrize("program", ["chain", "power", "steps"])
-def test_products_of_one_sign_grow_by_the_number_of_terms(program: str) -> None:
+def test_products_of_one_sign_grow_by_the_number_of_terms() -> None:
     """In one program, and from step to step: nothing saturates, though its root was expected."""
-    rng, width = np.random.default_rng(0), 1024
-    x = rng.uniform(size=(4, width))
-    matrix = rng.uniform(size=(width, width))
+    rng, width = np.random.default_rng(0), 512
+    x, matrix = rng.uniform(size=(4, width)), rng.uniform(size=(width, width))
     given = as_scaled(jax.tree.map(jnp.float32, (x, matrix)), dtype=jnp.float16)
-    if program == "chain":
-        found = jax.jit(scalify(lambda x, w: x @ w @ w @ w @ w @ w @ w))(*given)
-    elif program == "power":
-        found = jax.jit(scalify(lambda x, w: x @ jnp.linalg.matrix_power(w, 6)))(*given)
-    else:
-        step, (found, weights) = jax.jit(scalify(jnp.matmul)), given
-        for _ in range(6):
-            found = step(found, weights)
-    right = x @ np.linalg.matrix_power(matrix, 6)
-    assert found.dtype == jnp.float16
-    values = np.asarray(found.data, np.float64) * float(found.scale)
-    np.testing.assert_allclose(values, right, rtol=4e-3)
+    programs = lambda x, w: (x @ w @ w @ w @ w @ w @ w, x @ jnp.linalg.matrix_power(w, 6))  # noqa: E731
+    results = jax.jit(scalify(programs))(*given)
+    step, (found, weights) = jax.jit(scalify(jnp.matmul)), given
+    for _ in range(6):
+        found = step(found, weights)
+    for y in (*results, found):
+        assert y.dtype == jnp.float16
+        values = np.asarray(y.data, np.float64) * float(y.scale)
+        np.testing.assert_allclose(values, x @ np.linalg.matrix_power(matrix, 6), rtol=4e-3)
 
 
 def down(primitive: str, terms: int) -> float:
@@ -173,8 +171,8 @@ def down(primitive: str, terms: int) -> float:
 def test_growth_decides_the_scale_of_a_product(strategy: Any, scale: float) -> None:
     x = ScaledArray(jnp.ones((2, 48)), jnp.float32(1.0))
     product = scalify(lambda a: get_data_scale(a @ a.T)[1], static_scaling=strategy)
-    assert float(product(x)) == scale
-    assert float(product(x[:, :1])) == 1.0  # one term does not grow
+    # One term does not grow.
+    assert list(jax.jit(lambda x: (product(x), product(x[:, :1])))(x)) == [scale, 1.0]
 
 
 @pytest.mark.parametrize("result", [0.0, math.inf, "big"])
@@ -256,31 +254,32 @@ def attention_program(attention: Callable[..., Any], **options: Any) -> Callable
 
 
 MASK = jnp.asarray(np.random.default_rng(3).random((2, 1, 16, 16)) < 0.7).at[..., 0].set(True)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "scale": {"scale": 0.25},
-    "mask": {"mask": MASK},
-}
+OPTIONS: list[dict[str, Any]] = [{"scale": 0.25, "is_causal": True}, {"mask": MASK}, {}]
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, jnp.float16) for name in OPTIONS), ("causal", jnp.bfloat16)]
+    ("options", "dtype"),
+    [
+        (OPTIONS[0], jnp.float16),
+        *(pytest.param(o, jnp.float16, marks=pytest.mark.slow) for o in OPTIONS[1:]),
+        pytest.param(OPTIONS[0], jnp.bfloat16, marks=pytest.mark.slow),
+    ],
 )
-def test_values_and_gradients(name: str, dtype: Any) -> None:
+def test_values_and_gradients_of_attention(options: Any, dtype: Any) -> None:
     rng = np.random.default_rng(0)
     of_w, of_x = 2.0**-12, 2.0**10
-    w, x, r = (
-        jnp.asarray(n * rng.normal(size=s), jnp.float32)
-        for n, s in ((of_w, (3, 8, 8)), (of_x, SHAPE), (1e-4, SHAPE))
-    )
-    given = as_scaled((w, x, r), dtype=dtype)
-    compiled = jax.jit(scalify(attention_program(attend, **OPTIONS[name])))
-    found = to_array(compiled(*given), jnp.float32)
-    expected = attention_program(plain, **OPTIONS[name])(*to_array(given, jnp.float32))
-    step = float(jnp.finfo(dtype).eps)
-    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=0, atol=8 * step * np.abs(e).max())
+    sizes = (of_w, (3, 8, 8)), (of_x, SHAPE), (1e-4, SHAPE)
+    args = tuple(jnp.asarray(n * rng.normal(size=s), jnp.float32) for n, s in sizes)
+
+    @jax.jit
+    def both(args: Any) -> Any:
+        expected = attention_program(plain, **options)(*to_array(args, jnp.float32))
+        found = scalify(attention_program(attend, **options))(*args)
+        return to_array(found, jnp.float32), expected
+
+    for a, e in zip(*map(jax.tree.leaves, both(as_scaled(args, dtype=dtype))), strict=True):
+        atol = 8 * float(jnp.finfo(dtype).eps) * np.abs(e).max()
+        np.testing.assert_allclose(a, e, rtol=0, atol=atol)
 
 
 def test_the_kernel_takes_the_data_of_the_operands() -> None:
@@ -288,9 +287,7 @@ def test_the_kernel_takes_the_data_of_the_operands() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=SHAPE), jnp.float16) for _ in range(3))
     given = [ScaledArray(x, jnp.float32(s)) for x, s in ((q, 2.0), (k, 0.5), (v, 2.0**30))]
-    found = jax.jit(scalify(attend))(*given)
-    np.testing.assert_allclose(
-        found.value, plain(*(g.value for g in given)), rtol=0, atol=2.0**30 * 4e-3
-    )
+    both = jax.jit(lambda *qkv: (scalify(attend)(*qkv).value, plain(*(x.value for x in qkv))))
+    np.testing.assert_allclose(*both(*given), rtol=0, atol=2.0**30 * 4e-3)
     with pytest.raises(NotImplementedError, match="takes 16 bits"):
         scalify(attend)(*as_scaled((q, k, v), dtype=jnp.float32))

@@ -64,10 +64,16 @@ def test_all_of_float16_is_within_one_ulp_of_float32(name: str) -> None:
 def test_which_way(function: Any, data: list[float], log2: int, is_narrow: bool) -> None:
     """A result of float16 is at scale 1, one of float32 at its size: none here is near 1."""
     x = ScaledArray(jnp.asarray(data, jnp.float16), jnp.float32(2.0**log2))
-    _, scale = scalify(lambda x: get_data_scale(function(x)), decouple=True)(x)
-    assert (float(to_array(scale)) == 1) == is_narrow
-    found = scalify(function, decouple=True)(x).value
-    np.testing.assert_allclose(found, scalify(function)(x).value, rtol=2.0**-10)
+
+    @jax.jit
+    def run(x: Any) -> Any:
+        _, scale = scalify(lambda x: get_data_scale(function(x)), decouple=True)(x)
+        both = scalify(function, decouple=True)(x), scalify(function)(x)
+        return to_array(scale), *to_array(both, jnp.float32)
+
+    scale, found, expected = run(x)
+    assert (float(scale) == 1) == is_narrow
+    np.testing.assert_allclose(found, expected, rtol=2.0**-10)
 
 
 def test_what_has_one_way() -> None:
@@ -76,22 +82,18 @@ def test_what_has_one_way() -> None:
         assert "cond" not in str(jax.make_jaxpr(scalify(jnp.exp, decouple=True))(x))
 
 
-PROGRAMS: dict[str, Any] = {
-    "scan": lambda x: lax.scan(lambda c, row: (c + jnp.tanh(row), jnp.exp(row)), 0 * x[0], x)[1],
-    "jit": jax.jit(lambda x: jnp.sin(x) * jnp.exp(x)),
-    "grad": jax.grad(lambda x: jnp.sum(jnp.tanh(x) * jnp.exp(x))),
-}
+PROGRAMS: list[Any] = [
+    lambda x: lax.scan(lambda c, row: (c + jnp.tanh(row), jnp.exp(row)), 0 * x[0], x)[1],
+    jax.jit(lambda x: jnp.sin(x) * jnp.exp(x)),
+    jax.grad(lambda x: jnp.sum(jnp.tanh(x) * jnp.exp(x))),
+]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs(name: str) -> None:
-    function = PROGRAMS[name]
-    run = jax.jit(scalify(function, decouple=True))
+def test_programs() -> None:
+    run = jax.jit(lambda x: [(f(x.value), scalify(f, decouple=True)(x)) for f in PROGRAMS])
     # Narrow in the first case alone; the sum of three rounded numbers is within two of its ulps.
     data = jnp.asarray(np.random.default_rng(0).uniform(0.25, 2.0, (4, 8)), jnp.float16)
     for scale in (1.0, 8.0, 2.0**-8):
-        x = ScaledArray(data, jnp.float32(scale))
-        exact = np.asarray(function(x.value), np.float64)
-        np.testing.assert_allclose(
-            to_array(run(x)), exact, rtol=0, atol=2.0**-9 * np.abs(exact).max()
-        )
+        for exact, found in run(ScaledArray(data, jnp.float32(scale))):
+            atol = 2.0**-9 * np.abs(exact).max()
+            np.testing.assert_allclose(found.value, exact, rtol=0, atol=atol)

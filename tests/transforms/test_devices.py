@@ -8,13 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+from tests.batching import compute, entry
 from tests.parallel.devices import explicit_mesh
 from unitscale import ScaledArray, as_scaled, grad, to_array
 from unitscale.transforms import scalify
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
+MESH = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+
+
+def close(found: Any, expected: Any, steps: float, dtype: Any = jnp.float16) -> None:
+    """Within so many steps of a format at the largest element."""
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        atol = steps * float(jnp.finfo(dtype).eps) * np.abs(e).max()
+        np.testing.assert_allclose(np.float32(a), e, rtol=0, atol=atol)
+
+
 COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "psum": (lambda x: lax.psum(x, "d"), P()),
     "pmean": (lambda x: lax.pmean(x * 2, "d"), P()),
@@ -27,24 +39,22 @@ COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
-@pytest.fixture
-def mesh() -> Mesh:
-    return jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_inside_shard_map(name: str, mesh: Mesh) -> None:
+def test_collectives_inside_shard_map() -> None:
     """In float16, too, of small numbers that functions made, larger on one of the devices."""
-    function, out = COLLECTIVES[name]
-    specs = {"mesh": mesh, "in_specs": P("d"), "out_specs": out, "check_vma": False}
-    program = jax.shard_map(lambda x: function(lax.erf(x)), **specs)
-    run, expected = jax.jit(scalify(program)), program(X)
-    for scale in (1.0, 2.0**12):
-        actual = to_array(run(ScaledArray(X / scale, jnp.float32(scale))))
-        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
-    x = X * jnp.where(jnp.arange(8) < 4, 2.0**-20, 2.0**-25)[:, None]
-    actual = to_array(run(as_scaled(x, dtype=jnp.float16)))
-    np.testing.assert_allclose(actual, program(x), atol=2e-3 * np.abs(program(x)).max())
+    uneven = X * jnp.where(jnp.arange(8) < 4, 2.0**-20, 2.0**-25)[:, None]
+    args = X, ScaledArray(X / 2.0**12, jnp.float32(2.0**12)), as_scaled(uneven, dtype=jnp.float16)
+
+    def check(function: Any, out: Any) -> Any:
+        specs = {"mesh": MESH, "in_specs": P("d"), "out_specs": out, "check_vma": False}
+        program = jax.shard_map(lambda x: function(lax.erf(x)), **specs)
+        run = lambda x: to_array(scalify(program)(x), jnp.float32)  # noqa: E731
+        return lambda x, wide, half: (program(x), run(wide), program(half.value), run(half))
+
+    table = {name: (check(*row), *args) for name, row in COLLECTIVES.items()}
+    for name, (plain, wide, plain_half, half) in jax.device_get(compute(table)).items():
+        with entry(name):
+            np.testing.assert_allclose(wide, plain, rtol=1e-6, atol=1e-6)
+            close(half, np.float32(plain_half), 2)
 
 
 HALVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
@@ -63,16 +73,20 @@ HALVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_narrow_sums_over_devices_and_their_gradients(name: str, mesh: Mesh) -> None:
-    function, x = HALVES[name]
-    program = jax.shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
-    weights = jnp.cos(jnp.arange(x.size)).reshape(x.shape)
-    both = lambda x: (program(x), jax.grad(lambda x: jnp.sum(weights * program(x)))(x))  # noqa: E731
-    found = to_array(jax.jit(scalify(both))(x))
-    for actual, expected in zip(found, both(x.value.astype(jnp.float32)), strict=True):
-        atol = 2.0**-8 * np.abs(expected).max()
-        np.testing.assert_allclose(np.float32(actual), expected, rtol=0, atol=atol)
+def test_narrow_sums_over_devices_and_their_gradients() -> None:
+    def check(function: Any) -> Any:
+        program = jax.shard_map(function, mesh=MESH, in_specs=P("d"), out_specs=P("d"))
+
+        def both(x: Any) -> Any:
+            weights = jnp.cos(jnp.arange(x.size)).reshape(x.shape)
+            return program(x), jax.grad(lambda x: jnp.sum(weights * program(x)))(x)
+
+        return lambda x: (both(to_array(x, jnp.float32)), to_array(scalify(both)(x)))
+
+    table = {name: (check(function), x) for name, (function, x) in HALVES.items()}
+    for name, (expected, found) in jax.device_get(compute(table)).items():
+        with entry(name):
+            close(found, expected, 4)
 
 
 SPREADING: dict[str, Callable[[Any], Any]] = {
@@ -94,21 +108,24 @@ SPREADING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SPREADING)
-def test_shardings_that_are_part_of_the_type(name: str) -> None:
-    program = jax.jit(SPREADING[name])
+def test_shardings_that_are_part_of_the_type() -> None:
     mesh = explicit_mesh(d=2)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("d")))
-        expected = program(x)
-        run = jax.jit(scalify(program))
-        for scale in (1.0, 2.0**12):
-            actual = to_array(run(ScaledArray(x / scale, jnp.float32(scale))))
-            np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
-            assert jax.typeof(actual).sharding == jax.typeof(expected).sharding
+        scaled = ScaledArray(jax.device_put(X / 2.0**12, x.sharding), jnp.float32(2.0**12))
+        results = compute(
+            {
+                name: (lambda x, s, f=f: (f(x), to_array(scalify(f)(s))), x, scaled)
+                for name, f in SPREADING.items()
+            }
+        )
+    for name, (expected, found) in results.items():
+        with entry(name):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+            assert jax.typeof(found).sharding == jax.typeof(expected).sharding
 
 
-def test_a_scale_of_each_device_makes_data_vary_before_the_program_does(mesh: Mesh) -> None:
+def test_a_scale_of_each_device_makes_data_vary_before_the_program_does() -> None:
     def vary(x: Any) -> Any:
         return lax.pcast(jnp.sin(x), "d", to="varying") * 2 + lax.axis_index("d")
 
@@ -116,30 +133,27 @@ def test_a_scale_of_each_device_makes_data_vary_before_the_program_does(mesh: Me
         return to_array(scalify(vary)(ScaledArray(x, scale[0])))
 
     scales = jnp.asarray([0.5, 2.0])
-    program = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    program = jax.shard_map(shard, mesh=MESH, in_specs=(P(), P("d")), out_specs=P("d"))
     actual = jax.jit(program)(X, scales)
     expected = [np.sin(np.asarray(X) * scale) * 2 + i for i, scale in enumerate([0.5, 2.0])]
     np.testing.assert_allclose(actual, np.concatenate(expected), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_inside_shard_map_operands_may_vary_differently(dtype: Any, mesh: Mesh) -> None:
+def test_inside_shard_map_operands_may_vary_differently() -> None:
     def local(w: jax.Array, x: jax.Array) -> Any:
         loss = lambda w: lax.pmean(jnp.tanh(jax.nn.relu(x @ w) + 1).sum(), "d")  # noqa: E731
         return jax.value_and_grad(loss)(w)
 
-    def inside(w: ScaledArray, x: ScaledArray) -> Any:
-        return to_array(scalify(local)(w, x))
+    def both(w: ScaledArray, x: ScaledArray) -> Any:
+        values = to_array((w, x), jnp.float32)
+        return local(*values), to_array(scalify(local)(w, x), jnp.float32)
 
-    w = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
-    scaled = as_scaled((w, X), dtype=dtype)
-    specs = jax.tree.map(lambda leaf: P("d") if leaf.ndim else P(), scaled[1])
-    expected = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())(
-        *(to_array(s, jnp.float32) for s in scaled)
-    )
-    found = jax.shard_map(inside, mesh=mesh, in_specs=(P(), specs), out_specs=P())(*scaled)
-    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=0, atol=8 * jnp.finfo(dtype).eps * np.abs(e).max())
+    args = [as_scaled((W, X), dtype=dtype) for dtype in (jnp.float32, jnp.float16)]
+    specs = jax.tree.map(lambda leaf: P("d") if leaf.ndim else P(), args[0][1])
+    run = jax.shard_map(both, mesh=MESH, in_specs=(P(), specs), out_specs=P())
+    results = jax.jit(lambda args: [run(*a) for a in args])(args)
+    for (_, x), (expected, found) in zip(args, results, strict=True):
+        close(found, jax.device_get(expected), 8, x.dtype)
 
 
 @jax.custom_vjp
@@ -150,14 +164,15 @@ def clipped(x: jax.Array) -> jax.Array:
 clipped.defvjp(lambda x: (x, x), lambda x, g: (jnp.clip(g, -0.5, 0.5) * jnp.sign(x),))
 
 
-@pytest.mark.parametrize("function", [jax.nn.relu, jax.nn.softplus, clipped])
+@pytest.mark.parametrize(
+    "function", [pytest.param(jax.nn.relu, marks=pytest.mark.slow), jax.nn.softplus, clipped]
+)
 def test_gradients_of_a_scalified_function_on_explicit_axes(function: Any) -> None:
     mesh = explicit_mesh(d=2)
     loss = lambda w, x: function(x @ w).sum()  # noqa: E731
-    w = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
-    half = as_scaled((w, X), dtype=jnp.float16)
-    expected = jax.grad(loss)(*(to_array(h, jnp.float32) for h in half))
+    half = as_scaled((W, X), dtype=jnp.float16)
+    expected = jax.jit(jax.grad(loss))(*(to_array(h, jnp.float32) for h in half))
     with jax.set_mesh(mesh):
         x = ScaledArray(jax.device_put(half[1].data, P("d")), half[1].scale)
         found = jax.jit(grad(lambda w: to_array(scalify(loss)(w, x))))(half[0])
-    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-3 * np.abs(expected).max())
+    close(found, expected, 4)

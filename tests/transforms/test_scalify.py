@@ -17,24 +17,11 @@ from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import coverage, register, scalify, unlisted
 
 
-def test_static_arguments() -> None:
-    def power(x: jax.Array, n: int, *, times: int = 1) -> jax.Array:
-        return x**n * times
-
-    x = as_scaled(jnp.full(2, 3.0))
-    for scaled in (
-        scalify(power, static_argnums=1, static_argnames="times"),
-        scalify(power, static_argnums=(-1,), static_argnames=["times"]),
-        scalify(power, static_argnames=("n", "times")),
-    ):
-        np.testing.assert_array_equal(to_array(scaled(x, 2, times=5)), 45.0)
-
-
 def test_report_names_the_line_of_every_default_rule() -> None:
     def program(x: jax.Array) -> jax.Array:
         return jnp.tanh(x) @ jnp.linalg.cholesky(x)
 
-    x = as_scaled(jnp.eye(3) * 2)
+    x = as_scaled(jnp.eye(3))
     report = scalify(program).report(x)
     assert [d.primitive for d in report] == ["cholesky"]
     line = program.__code__.co_firstlineno + 1
@@ -75,7 +62,7 @@ def test_what_is_no_array_is_part_of_the_program() -> None:
         ((jnp.tanh, 1, "applied"), {"dtype": jnp.float32}),
         ((None, 0, "as it is", jnp.float32), {}),
     ):
-        actual = scalify(program)(x, *args, **options)
+        actual = jax.jit(lambda x, a=args, o=options: scalify(program)(x, *a, **o))(x)
         np.testing.assert_allclose(actual.value, program(x.value, *args, **options), rtol=1e-6)
         assert scalify(program).report(x, *args, **options) == []
 
@@ -103,7 +90,7 @@ def test_compiled_ahead_of_time_exported_and_donated() -> None:
     exported = jax.export.export(program)(*args)
     shared = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placed = jax.device_put(as_scaled({"w": jnp.asarray(w)}, dtype=jnp.float16), shared)
-    expected = step({"w": w}, x)["w"]
+    expected = jax.jit(step)({"w": w}, x)["w"]
     for function in (exported.call, lowered.compile()):
         result = function(placed, args[1])["w"]
         assert result.dtype == jnp.float16
@@ -114,9 +101,9 @@ def test_compiled_ahead_of_time_exported_and_donated() -> None:
 def test_vmap_of_scalify_takes_the_axes_of_data_and_scale() -> None:
     x = as_scaled(jnp.arange(6.0).reshape(2, 3))
     rows = jax.tree.map(lambda leaf: 0 if leaf.ndim else None, x)
-    expected = jax.vmap(jax.nn.softmax)(x.value)
+    expected = jax.nn.softmax(x.value)
     for axes, given in ((rows, x), (0, ScaledArray(x.data, jnp.full((2, 1), x.scale)))):
-        actual = jax.vmap(scalify(jax.nn.softmax), in_axes=(axes,))(given)
+        actual = jax.jit(jax.vmap(scalify(jax.nn.softmax), in_axes=(axes,)))(given)
         np.testing.assert_allclose(to_array(actual), expected, rtol=1e-6)
 
 
@@ -142,9 +129,14 @@ def test_bad_input(function: Any, options: Any, error: type[Exception], match: s
 
 
 def test_static_arguments_by_position_and_name() -> None:
-    x = as_scaled(jnp.ones(6))
-    for options in ({"static_argnums": -1}, {"static_argnames": ("n", "order")}):
-        assert scalify(reshaped, **options)(x, 2).shape == (2, 3)
+    x = as_scaled(jnp.arange(6.0))
+    for options in (
+        {"static_argnums": -1, "static_argnames": "order"},
+        {"static_argnums": (1,), "static_argnames": ["order"]},
+        {"static_argnames": ("n", "order")},
+    ):
+        result = jax.eval_shape(lambda x, o=options: scalify(reshaped, **o)(x, 2, order="F"), x)
+        assert result.shape == (2, 3)
     assert scalify(lambda *x, **named: x[0], static_argnums=5, static_argnames="any")(x) is not None
 
 
@@ -207,7 +199,7 @@ def test_results_are_measured_in_narrow_types_and_at_one_in_others(
     dtype: str, scale: float
 ) -> None:
     x = ScaledArray(jnp.full((4, 4), 16.0, dtype), jnp.float32(2.0))
-    found = scalify(lambda x: (x @ x / 8, x + x, x, x.T, -x))(x)
+    found = jax.jit(scalify(lambda x: (x @ x / 8, x + x, x, x.T, -x)))(x)
     assert [float(y.scale) for y in found[2:]] == [2.0] * 3
     np.testing.assert_array_equal(found[0].value, 512.0)
     assert float(found[0].scale) == (512.0 if dtype == "float16" else 1.0)
