@@ -221,6 +221,20 @@ class RopeConfig(Section):
     truncate: Flag = True  # yarn: round the band between the two to whole pairs
     attention_factor: Positive = 1.0  # yarn: multiplies rotated queries and keys
 
+    @model_validator(mode="after")
+    def _bands_are_in_order(self) -> Self:
+        if self.scaling == "llama3" and self.high_factor <= self.low_factor:
+            raise ValueError(
+                "rope: high_factor must be above low_factor; got "
+                f"{self.high_factor} and {self.low_factor}"
+            )
+        if self.scaling == "yarn" and (self.fast < self.slow or self.base <= 1):
+            raise ValueError(
+                "rope: beta_fast must be at least beta_slow, and the base above 1; got "
+                f"{self.fast}, {self.slow} and {self.base}"
+            )
+        return self
+
 
 class DecoderConfig(Section):
     """What a decoder read from a Hugging Face folder has beyond the keys of `model`."""

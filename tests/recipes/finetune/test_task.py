@@ -41,7 +41,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("classification", {"text": -1}, r"classification\.text"),
     ("classification", {"pair": "label"}, r"must be different columns; got text 'sentence', pair"),
     ("classification", {"text": "label"}, r"must be different columns"),
-    ("classification", {"mark_matches": True}, r"mark_matches is of pairs; got pair null"),
+    ("classification", {"mark_matches": True}, r"mark_matches needs pair; got pair null"),
 ]
 
 
@@ -250,9 +250,9 @@ def test_questions_in_fp8_and_back(plain: Path, capsys: Captured) -> None:
 # overrides of a plain model's config, and what the message has to name
 WRONG_PLAIN = [
     (["optimizer.umup=true"], r"optimizer\.umup: expected false for the Hugging Face folder"),
-    (["precision.policy=fp8_delayed"], r"policy: expected float32, bfloat16, float16, fp8 for"),
-    (["precision.policy=fp8", "precision.monitor=1e-4"], r"monitor, .*: expected null for"),
-    (["precision.weights=float16"], r"weights and moments: expected null"),
+    (["precision.policy=fp8_delayed"], r"precision: expected policy float32, bfloat16, .*fp8"),
+    (["precision.policy=fp8", "precision.monitor=1e-4"], r"and monitor, .* null"),
+    (["precision.weights=float16"], r"weights and moments null"),
 ]
 
 

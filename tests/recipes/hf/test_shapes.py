@@ -179,7 +179,7 @@ KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"hidden_act": "gelu_new"},
         {".activation": "gelu_tanh", "head_activation": "gelu"},
     ),
-    ("bert-mlm", {"layer_norm_eps": 0.1}, {"norm_eps": 0.1, "longest": 32, "padding": None}),
+    ("bert-mlm", {"layer_norm_eps": 0.1}, {".norm_eps": 0.1, "longest": 32, "padding": None}),
     ("bert-mlm", {"hidden_act": "gelu_new"}, {"head_activation": "gelu_tanh", "modern": False}),
     ("bert-mlm", {"hidden_dropout_prob": 0.3}, {"segments": 2, "dropout": 0.3}),
     ("bert-classes", {"id2label": None, "num_labels": 7}, {"classes": 7, "labels": ()}),
