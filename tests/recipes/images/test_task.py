@@ -170,11 +170,10 @@ WRONG = [
 test_wrong_value = refuses_configs(WRONG)
 
 
-@pytest.mark.parametrize(("name", "todo"), [("imges", "images"), ("mnist", "images")])
-def test_unknown_recipe(tmp_path: Path, name: str, todo: str) -> None:
+def test_unknown_recipe(tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
-    path.write_text(f"recipe: {name}\nname: x\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=f"recipe: .*got '{name}'; did you mean {todo}"):
+    path.write_text("recipe: imges\nname: x\n", encoding="utf-8")
+    with pytest.raises(RecipeError, match="recipe: expected one of .*images.*got 'imges'"):
         load_config(path)
 
 
