@@ -176,7 +176,7 @@ def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
         "weights": "gradient of each parameter",
     }
     first = next(iter(readings.values()))
-    height = 4 + 0.16 * len(first.weights)
+    height = 4 + 0.16 * len(first.activations)
     figure = Figure(figsize=(16, height), layout="constrained", dpi=120)
     for axes, (kind, title) in zip(figure.subplots(1, 3), kinds.items(), strict=True):
         for (label, reading), marker in zip(readings.items(), "ox", strict=False):
