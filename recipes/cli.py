@@ -90,7 +90,6 @@ def finetune(
 
 
 def _train(settings: RunConfig, fresh: bool, convert: bool, *processes: Any) -> None:
-    """Trains a run, in the processes that are told, or those of the environment."""
     try:
         # Imported after the config is known to be right: this imports JAX.
         from .run.processes import joined
@@ -135,8 +134,7 @@ def evaluate(config: TrainedPath, overrides: Overrides = None) -> None:
     settings = _settings(config, overrides)
     from .trained import evaluate as evaluate_run
 
-    for line in evaluate_run(settings, _warn):
-        typer.echo(line)
+    evaluate_run(settings, typer.echo, _warn)
 
 
 @app.command()
@@ -243,7 +241,6 @@ for _name, _summary in BENCHMARKS.items():
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     wants_traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]

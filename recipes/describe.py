@@ -31,12 +31,10 @@ class Bytes(NamedTuple):
     gradients: int
     optimizer: int
     activations: int
-    """Activations of a batch saved for the backward pass, before XLA fuses any."""
+    """Saved for the backward pass of a batch, before XLA fuses any."""
 
 
 class Description(NamedTuple):
-    """Facts about one training step."""
-
     parameters: dict[str, int]
     """Their number, frozen ones too, by the part of the model."""
     trained: int
@@ -86,7 +84,6 @@ def describe(config: RunConfig) -> Description:
 
 
 def bytes_of(tree: Any) -> int:
-    """Bytes of all arrays of a tree, or of their shapes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -144,7 +141,6 @@ def _of_further_turns(jaxpr: Jaxpr) -> float:
 
 
 def inner_programs(eqn: Any) -> list[Any]:
-    """The jaxprs, closed or open, among the parameters of an equation."""
 
     def is_jaxpr(x: Any) -> bool:
         return isinstance(x, (ClosedJaxpr, Jaxpr))
@@ -154,7 +150,6 @@ def inner_programs(eqn: Any) -> list[Any]:
 
 
 def report(config: RunConfig) -> Iterator[str]:
-    """The lines that `python -m recipes describe` prints."""
     facts = describe(config)
     count, data = sum(facts.parameters.values()), config.data
     yield f"{config.name}: recipe {config.recipe}, policy {config.precision.policy}"

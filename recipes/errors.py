@@ -79,5 +79,4 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """Write a JSON file as a whole."""
     write_whole(path, json.dumps(tree, ensure_ascii=False, indent=1) + "\n")

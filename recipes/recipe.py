@@ -17,17 +17,13 @@ from .config import RunConfig
 
 
 class Examples(NamedTuple):
-    """A sequence of examples, and its share of a training batch beside other sources.
-
-    `draw` makes examples of elements, anew every epoch of training, always the same for validation.
-    """
+    """A sequence of elements, of which `draw` makes examples, and its share of a batch."""
 
     source: Any
     draw: Callable[[Any, np.random.Generator], Any] | None = None
     weight: float = 1.0
 
     def shuffled(self, seed: int, *, endless: bool = False) -> grain.MapDataset:
-        """Shuffle the examples by the seed; if endless, in another order every epoch."""
         dataset = grain.MapDataset.source(self.source).shuffle(seed=seed)
         dataset = dataset.repeat() if endless else dataset
         return dataset if self.draw is None else dataset.random_map(self.draw, seed=seed)
@@ -67,11 +63,6 @@ class Data(ABC):
 
         Batch k is the same for any number of processes, each of which gets its share.
         """
-        if self.batch_size % processes:
-            raise ValueError(
-                "recipes.recipe.Data: batch_size must be a multiple of processes; got "
-                f"{self.batch_size} and {processes}; change data.batch_size"
-            )
         found = self.examples(training=True)
         # Drawn before sharing, so that draws depend on the position among all examples.
         endless = [examples.shuffled(seed % 2**32, endless=True) for examples in found]
@@ -126,12 +117,10 @@ class Recipe(Protocol):
 
 
 def no_scores(config: Any, data: Any, model: Any, folder: Path) -> dict[str, float]:
-    """None: the loss says it all."""
     return {}
 
 
 def no_closing(config: Any, data: Any, model: Any, folder: Path) -> Iterator[str]:
-    """Nothing: loss and scores say it all."""
     return iter(())
 
 

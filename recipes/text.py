@@ -72,7 +72,7 @@ def documents(config: DataConfig, row_end: str = "") -> Iterator[str]:
 
 
 def _sources(config: DataConfig) -> list[tuple[Path, str]]:
-    """Files of one text in the order in which they are read, or a dataset's folder; formats."""
+    """Files of one text in order, or a dataset's folder, with their formats."""
     if config.path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         names = sorted(file.relative_to(root) for file in root.rglob("*.py"))
@@ -99,7 +99,6 @@ def _sources(config: DataConfig) -> list[tuple[Path, str]]:
 
 
 def _read(path: Path, kind: str, config: DataConfig) -> Iterator[str]:
-    """The documents of a text file, or the text field of each row."""
     try:
         if kind == "text":
             with path.open(encoding="utf-8", newline="\n") as file:
@@ -173,12 +172,7 @@ def _cached(config: DataConfig, name: str, build: Callable[[Path], None]) -> Pat
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte: 256 ids, no training, and any text goes through unchanged.
-
-    Example:
-      >>> ByteTokenizer().decode(ByteTokenizer().encode("naïve"))
-      'naïve'
-    """
+    """One token per UTF-8 byte: 256 ids, no training, and any text goes through unchanged."""
 
     vocab = BYTES
     dtype = np.dtype(np.uint8)
@@ -210,7 +204,6 @@ class SubwordTokenizer:
 
     @classmethod
     def read(cls, path: str | Path, key: str = "data.tokenizer.path") -> Self:
-        """Reads a tokenizer.json; `key` names it in messages."""
         return cls(read_tokenizer(path, key))
 
     @property
@@ -222,7 +215,6 @@ class SubwordTokenizer:
 
     @property
     def identity(self) -> str:
-        """The same for two tokenizers that give the same ids."""
         text = f"{tokenizers.__version__}|{self.inner.to_str()}"
         return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
@@ -237,7 +229,6 @@ class SubwordTokenizer:
         return index
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text` without special tokens (tokens,)."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -251,7 +242,6 @@ class SubwordTokenizer:
         ]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids` without special tokens."""
         return self.inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
 
@@ -260,7 +250,6 @@ Tokenizer: TypeAlias = ByteTokenizer | SubwordTokenizer
 
 
 def _cut_at_lines(text: str, most: int) -> Iterator[str]:
-    """A text in parts of at most `most` characters, cut after a line where there is one."""
     start = 0
     while len(text) - start > most:
         end = text.rfind("\n", start, start + most) + 1 or start + most
@@ -270,7 +259,6 @@ def _cut_at_lines(text: str, most: int) -> Iterator[str]:
 
 
 def require_vocab(tokenizer: Tokenizer, vocab: int, where: str = "the model") -> None:
-    """Raises unless every id of a tokenizer is one of the model's."""
     if tokenizer.vocab > vocab:
         raise RecipeError(
             f"data.tokenizer: expected at most the {vocab} ids that {where} has; got a tokenizer "
@@ -295,7 +283,6 @@ def open_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Leaves the tokenizer of a run in its folder, as `TOKENIZER_FILE`; bytes need no file."""
     if isinstance(tokenizer, SubwordTokenizer):
         write_whole(folder / TOKENIZER_FILE, tokenizer.inner.to_str(pretty=True))
 
@@ -359,7 +346,6 @@ def tokenize(config: DataConfig, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in lists of at least `_BATCH` characters."""
     batch, size = [], 0
     for text in texts:
         batch.append(text)
@@ -467,6 +453,5 @@ def load_corpus(config: DataConfig, vocab: int | None = None) -> Corpus:
 
 
 def abstract_batch(config: Any) -> jax.ShapeDtypeStruct:
-    """Windows (batch, length + 1) of ids."""
     shape = config.data.batch_size, config.data.sequence_length + 1
     return jax.ShapeDtypeStruct(shape, np.int32)

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from unitscale.core import is_scaled
 from unitscale.parallel import batch_share
@@ -33,7 +32,6 @@ from .run.folder import (
     ROWS,
     SCORES,
     Metrics,
-    flatten,
     locked,
     open_metrics,
     open_run,
@@ -83,17 +81,14 @@ def train(
     convert: bool = False,
     console: Console | None = None,
 ) -> Outcome:
-    """Train, or go on from the newest complete checkpoint of the same run.
+    """Train, or go on from the newest complete checkpoint of the same run, in every process.
 
-    Everything is left in `<train.runs_dir>/<name>/`. `fresh` moves an earlier run of this name
-    aside; `convert` goes on with a run of other number formats. Of several processes all call this
-    alike.
+    `fresh` moves an earlier run of this name aside; `convert` goes on in other number formats.
     """
-    console = Console() if console is None else console
-    console = console if is_first() else Console(quiet=True)
+    console = (console or Console()) if is_first() else Console(quiet=True)
     data = recipe_of(config).load_data(config if fresh else with_kept_tokenizer(config))
-    told = flatten(config.model_dump()) | {"--fresh": fresh, "--convert": convert}
-    check_alike(told | {"the text's digest": data.digest})
+    options = {"--fresh": fresh, "--convert": convert}
+    check_alike({"config": config.model_dump(), "data": data.digest, **options})
     with contextlib.ExitStack() as held:
         if is_first():
             held.enter_context(locked(config))
@@ -139,19 +134,8 @@ class _Run:
         self.recent: deque[Any] = deque(maxlen=config.train.log_every + 1)
         self.signal: Signals | None = None
         self.speeds: list[float] = []  # between log lines
-        self.progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=console,
-            disable=not console.is_terminal,
-        )
 
     def train(self) -> Outcome:
-        """Trains from the newest checkpoint to the last step, and closes the run."""
         parameters = sum(x.size for x in jax.tree.leaves(self.state.params, is_leaf=is_scaled))
         self.say(
             f"{self.config.name}: {parameters:,} parameters, {self.data.summary}, "
@@ -169,7 +153,7 @@ class _Run:
         return Outcome(self.folder, step, None, {}, int(self.signal))
 
     def resume(self) -> int:
-        """Loads the newest whole checkpoint; returns the number of steps done."""
+        """Load the newest whole checkpoint; return the number of steps done."""
         restored = restore(self.config, self.checkpoints, self.state, self.mesh, self.say)
         if restored is None:
             return 0
@@ -183,17 +167,11 @@ class _Run:
         return restored.step
 
     def loop(self, start: int) -> None:
-        """Trains from step `start` to the last one, or until a signal comes."""
         steps = self.config.train.steps
         shares = (place_batch(batch, self.mesh) for batch in self.batches)
-        self.bar = self.progress.add_task("train", total=steps, completed=start, loss="-")
         self.start, self.clock = start, (start, time.perf_counter())
         opened = open_metrics(self.config, self.folder, start) if is_first() else Metrics(None)
-        with (
-            contextlib.closing(opened) as metrics,
-            StopRequest() as stop,
-            self.progress,
-        ):
+        with contextlib.closing(opened) as metrics, StopRequest() as stop:
             watch = functools.partial(self.after_step, metrics, stop)
             self.state = advance(self.step, self.state, shares, start, steps, watch)
             self.checkpoints.wait()
@@ -207,11 +185,9 @@ class _Run:
         values: dict[str, Any],
         batch: Any,
     ) -> TrainState | None:
-        """Log lines, validation and checkpoints after a step, each at its interval."""
         settings = self.config.train
         self.state = state
         self.recent.append(batch)
-        self.progress.update(self.bar, completed=done)
         logging = done % settings.log_every == 0 or done == settings.steps
         self.signal = stop.agreed(logging=logging)  # asked once, so that a stop is saved
         validating = done % settings.eval_every == 0  # also before a stop: resumed, it is past
@@ -233,7 +209,6 @@ class _Run:
         return None if self.signal is not None else self.state
 
     def log(self, done: int, values: dict[str, Any], metrics: Metrics) -> None:
-        """Writes the metrics of the last step, and shows its loss and the speed."""
         data = self.config.data
         loss = float(values["loss"])  # waits for the device
         self.check_finite(done)
@@ -256,10 +231,8 @@ class _Run:
         if state.loss_scale is not None:
             facts["loss_scale"] = float(state.loss_scale.value)
         metrics.write(done, **facts)
-        self.progress.update(self.bar, loss=f"{loss:.4f}")
-        if self.progress.disable:
-            shown = f"  {speed:,.0f} {data.step_unit}/s" if timed else ""
-            self.say(f"step {done}/{self.config.train.steps}  loss {loss:.4f}{shown}")
+        shown = f"  {speed:,.0f} {data.step_unit}/s" if timed else ""
+        self.say(f"step {done}/{self.config.train.steps}  loss {loss:.4f}{shown}")
 
     def save(self, step: int) -> None:
         if not _is_finite(jax.tree.leaves(self.state.params)):
@@ -275,7 +248,6 @@ class _Run:
         return loss
 
     def check_finite(self, done: int) -> None:
-        """Stops the run when some step since the last look was not finite."""
         good = int(self.state.step)
         if good == done:
             return
@@ -290,7 +262,6 @@ class _Run:
         )
 
     def ruined(self, what: str) -> RecipeError:
-        """An error that says what is safe, and what to change."""
         return RecipeError(
             f"{what}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, set "
             "optimizer.clip_norm, or choose a policy of wider range, and begin again with --fresh",
@@ -298,23 +269,20 @@ class _Run:
         )
 
     def model(self) -> Any:
-        """The model as it is, whole in every process."""
         params, rest = plain(self.config.precision, whole((self.state.params, self.state.rest)))
         return nnx.merge(self.graphdef, params, rest)
 
     def finish(self) -> Outcome:
-        """Validation loss, scores, plots and closing lines of a run that has done all its steps."""
         config, step = self.config, int(self.state.step)
         validation = self.validation_loss(step)
         params, rest = whole((self.state.params, self.state.rest))  # what follows is one process's
         self.state = self.state._replace(params=params, rest=rest)
         if not is_first():
             return Outcome(self.folder, step, validation, {}, None)
-        self.plot()
         model, recipe = self.model(), recipe_of(config)
-        scores = save_scores(self.folder, recipe.scores(config, self.data, model, self.folder))
-        if scores:
-            self.say(shown_scores(scores))
+        self.plot()
+        scores = recipe.scores(config, self.data, model, self.folder)
+        save_scores(self.folder, scores, self.say)
         for line in recipe.closing(config, self.data, model, self.folder):
             self.say(line)
         unit, precision = config.data.step_unit, config.precision
@@ -329,13 +297,10 @@ class _Run:
         return Outcome(self.folder, step, validation, scores, None)
 
     def plot(self) -> None:
-        """Draws the losses, and the RMS of all layers before and after training."""
-        batch = next(self.data.validation(1))
+        batch = loss_inputs(next(self.data.validation(1)))
+        before, after = probe(build_model(self.config), *batch), probe(self.model(), *batch)
+        plot_rms(self.folder, {"at initialisation": before, "after training": after})
         plot_loss(self.folder, per=self.config.loss_unit)
-        models: dict[str, Any] = {"at initialisation": build_model(self.config)}
-        models[f"after {int(self.state.step)} steps"] = self.model()
-        readings = {label: probe(model, *loss_inputs(batch)) for label, model in models.items()}
-        plot_rms(self.folder, readings)
 
 
 @jax.jit
@@ -343,23 +308,16 @@ def _is_finite(arrays: list[jax.Array]) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in arrays]))
 
 
-def save_scores(folder: Path, scores: dict[str, float]) -> dict[str, float]:
-    """Write scores, if there are any, to `SCORES` of a run's folder; return them."""
+def save_scores(folder: Path, scores: dict[str, float], say: Callable[[str], None]) -> None:
+    """Write scores, if there are any, to a run's folder, and say them: "f1 91.25"."""
     if scores:
         write_json(folder / SCORES, scores)
-    return scores
-
-
-def shown_scores(scores: dict[str, float]) -> str:
-    """Scores in words, such as "f1 91.25, exact match 84"."""
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items())
+        named = (f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items())
+        say(", ".join(named))
 
 
 def shown(config: RunConfig, loss: float, size: float | None = None) -> str:
-    """A loss in words: in nats, and for text in bits, as the literature gives it.
-
-    `size` is bytes of text per token: bits per byte compare runs with different tokenizers.
-    """
+    """A loss in words: in nats, and for text in bits; `size` is bytes per token."""
     words = f"{loss:.4f} nats per {config.loss_unit}"
     if config.loss_unit in ("token", "character"):
         bits = loss / math.log(2)

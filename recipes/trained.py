@@ -1,6 +1,6 @@
 """Use a trained model: evaluate it, write text with it, export its arrays."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +16,34 @@ from .gpt.generate import Writer, writes
 from .hf import load
 from .recipe import recipe_of
 from .run.folder import run_folder
-from .run.state import TrainState, load_checkpoint, load_trained, plain, with_run_tokenizer
+from .run.state import TrainState, load_checkpoint, load_trained, plain, with_kept_tokenizer
 from .run.step import make_evaluation, mean_loss
 from .text import SubwordTokenizer, open_tokenizer, require_vocab
-from .train import save_scores, shown, shown_scores
+from .train import save_scores, shown
 
 
-def evaluate(config: RunConfig, say: Callable[[str], None]) -> Iterator[str]:
-    """The lines that `python -m recipes evaluate` prints: loss over all validation data, scores."""
+def evaluate(config: RunConfig, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Say what `python -m recipes evaluate` prints: loss over all validation data, scores."""
     recipe = recipe_of(config)
-    graphdef, restored = load_checkpoint(config, say)
-    state, data = restored.state, recipe.load_data(with_run_tokenizer(config))
+    graphdef, restored = load_checkpoint(config, warn)
+    state, data = restored.state, recipe.load_data(with_kept_tokenizer(config, needed=True))
     if restored.facts.get("text", data.digest) != data.digest:
-        yield "the data is not what the run was trained on: its loss there is another"
+        say("the data is not what the run was trained on: its loss there is another")
     evaluation = make_evaluation(graphdef, config.precision)
     loss = mean_loss(evaluation, state.params, state.rest, data.validation())
-    yield f"step {int(state.step)}  validation loss {shown(config, loss, data.token_size)}"
+    say(f"step {int(state.step)}  validation loss {shown(config, loss, data.token_size)}")
     model, folder = _model(config, graphdef, state), run_folder(config)
-    if scores := save_scores(folder, recipe.scores(config, data, model, folder)):
-        yield shown_scores(scores)
+    save_scores(folder, recipe.scores(config, data, model, folder), say)
 
 
 def _model(config: RunConfig, graphdef: nnx.GraphDef, state: TrainState) -> nnx.Module:
-    """The model of a state, with plain arrays."""
     return nnx.merge(graphdef, *plain(config.precision, (state.params, state.rest)))
 
 
 def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
     """Open the model of a run with its tokenizer, to write text."""
     model: Any = _model(config, *load_trained(config, say))
-    data = with_run_tokenizer(config).data
+    data = with_kept_tokenizer(config, needed=True).data
     if not writes(model) or not isinstance(data, DataConfig):
         raise RecipeError(
             f"recipe: expected a model that continues text; got one of recipe {config.recipe}; "

@@ -1,12 +1,5 @@
 """The sections that configs are made of; a recipe's own are in its `config` module."""
 
-from .keys import (
-    describe_problems as describe_problems,
-    entry_of as entry_of,
-    section_of as section_of,
-    unknown_key as unknown_key,
-    valid_keys as valid_keys,
-)
 from .run import (
     FORMAT_KEYS as FORMAT_KEYS,
     PRESETS as PRESETS,
@@ -21,9 +14,13 @@ from .run import (
     RunConfig as RunConfig,
     Section as Section,
     Share as Share,
-    TrainConfig as TrainConfig,
     Whole as Whole,
+    describe_problems as describe_problems,
+    entry_of as entry_of,
     expand_preset as expand_preset,
+    section_of as section_of,
+    unknown_key as unknown_key,
+    valid_keys as valid_keys,
 )
 from .text import (
     BYTES as BYTES,

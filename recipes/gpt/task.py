@@ -22,7 +22,6 @@ from ..run.folder import earlier_run
 from ..run.state import make_policy, take_weights
 from ..text import Corpus, abstract_batch as abstract_batch, load_corpus
 from .config import GPTConfig
-from .generate import Writer
 
 Cache = tuple[nn.KVCache, ...]
 TEMPERATURE = 0.7  # of a sample: mostly words, where 1 shows all that a short training left open
@@ -169,6 +168,8 @@ def closing(config: GPTConfig, data: Corpus, model: Any, folder: Path) -> Iterat
     """A sample of the model's own text; of a Hugging Face folder, the tuned one or its adapter."""
     settings, pretrained = config.train, config.pretrained
     if settings.sample_tokens:
+        from .generate import Writer
+
         writer = Writer.of_run(model, data.tokenizer, config.data.sequence_length)
         options: dict[str, Any] = {"tokens": settings.sample_tokens, "seed": config.seed}
         yield f"sample: {writer(settings.sample_prompt, temperature=TEMPERATURE, **options)}"

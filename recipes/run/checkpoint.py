@@ -1,8 +1,4 @@
-"""Save and restore checkpoints: bit for bit, complete or absent, and verified by checksums.
-
-A checkpoint holds the arrays of a pytree, the position of the data iterator, and facts about the
-run. Orbax writes it in the background, under a temporary name that it changes at the end.
-"""
+"""Save and restore checkpoints: bit for bit, complete or absent, and verified by checksums."""
 
 import contextlib
 import copy
@@ -69,12 +65,7 @@ class Checkpoints:
         *,
         wait: bool = True,
     ) -> None:
-        """Write a checkpoint of the state, unless the step has one.
-
-        Without `wait` it is written in the background: the state may be changed or donated
-        meanwhile, and the next `wait`, `save` or `restore` reports an error. Complete checkpoints
-        stay untouched.
-        """
+        """Write a checkpoint, unless the step has one; without `wait`, in the background."""
         self.wait()
         if step in saved_steps(self._run):
             return
@@ -118,11 +109,7 @@ class Checkpoints:
             ) from error
 
     def restore(self, like: Any, say: Callable[[str], None] = print) -> Restored | None:
-        """Read the newest undamaged checkpoint; None if none has been written yet.
-
-        `like` has the structure, shapes, dtypes and shardings to restore, or is a function from the
-        facts to it. A damaged checkpoint is moved aside, and `say` is called with a line about it.
-        """
+        """Read the newest checkpoint like a tree, or like that of the facts; move damaged ones."""
         self.wait()
         steps = saved_steps(self._run)[::-1]
         for step in steps:
@@ -151,7 +138,6 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Wait for a write under way, whose errors `wait` would have reported."""
         with contextlib.suppress(RecipeError):
             self.wait()
         self._manager.close()
@@ -185,7 +171,6 @@ class Checkpoints:
 
 
 def _named_arrays(tree: Any) -> dict[str, jax.Array]:
-    """Array leaves by path; PRNG keys as integers."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): (
             jax.random.key_data(leaf) if _is_key(leaf) else leaf

@@ -1,8 +1,4 @@
-"""A run's folder: resumed only by the config that made it, and the metrics in it.
-
-Packages of loggers are imported only where a config names them, and set up by their own environment
-variables; a resumed run continues there by the id kept in its folder.
-"""
+"""A run's folder, resumed only by the config that made it, and the metrics in it."""
 
 import contextlib
 import importlib
@@ -83,10 +79,7 @@ def locked(config: RunConfig) -> Iterator[None]:
 
 
 def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -> Path:
-    """Make the folder of a run, or open that of an earlier start of the same run.
-
-    `fresh` moves an earlier run aside; `convert` lets its number formats differ.
-    """
+    """Make the folder of a run, or open that of an earlier start of the same run."""
     folder, number = run_folder(config), 1
     with _writing(folder):
         if fresh and folder.exists():
@@ -102,10 +95,7 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
             changed = _changes(config, folder) if files else {}
             formats = all(key.startswith(FORMAT_KEYS) for key in changed)
             if changed and not (convert and formats):
-                todo = (
-                    "change name to start a new run, use the config of that run to resume it, or "
-                    "pass --fresh to move it aside"
-                )
+                todo = "change name, use the config of that run, or pass --fresh to move it aside"
                 todo += ", or --convert to go on in these formats" if formats else ""
                 raise _other_config(folder, changed, todo)
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +168,6 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
 
 
 def other_data(folder: Path) -> RecipeError:
-    """The error for data that differs from what was trained on."""
     return RecipeError(
         f"data: it is not what {folder} was trained on (another Python, or changed files); restore "
         "the files, change name, or pass --fresh"
@@ -191,7 +180,6 @@ def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested sections by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = prefix + key
@@ -200,7 +188,6 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved config as YAML, every key written out."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
 
@@ -236,22 +223,18 @@ class Metrics:
 
 
 def open_metrics(config: RunConfig, folder: Path, resume_step: int) -> Metrics:
-    """The metrics of a run that resumes after a step."""
-    logger = None
-    if config.train.logger == "tensorboard":
-        logger = _tensorboard(folder, resume_step)
-    elif config.train.logger != "none":
-        start = _wandb if config.train.logger == "wandb" else _mlflow
-        try:
-            logger = start(_package(config), config, folder)
-        except RecipeError:
-            raise
-        except Exception as error:  # each package has its own kinds
-            raise RecipeError(
-                f"train.logger: {config.train.logger} could not start a run: {error}; set it up as "
-                "its documentation says, or set train.logger tensorboard",
-                exit_code=1,
-            ) from error
+    name, logger = config.train.logger, None
+    try:
+        if name == "tensorboard":
+            logger = _tensorboard(folder, resume_step)
+        elif name != "none":
+            logger = (_wandb if name == "wandb" else _mlflow)(config, folder)
+    except Exception as error:  # each package has its own kinds
+        raise RecipeError(
+            f"train.logger: {name} could not start a run: {error}; pip install {name} and set it "
+            "up as its documentation says, or choose another",
+            exit_code=1,
+        ) from error
     return Metrics(folder, logger, resume_step=resume_step)
 
 
@@ -263,17 +246,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(json.JSONDecodeError):
                 rows.append(json.loads(line))
     return rows
-
-
-def _package(config: RunConfig) -> Any:
-    name = config.train.logger
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise RecipeError(
-            f"train.logger: {name} needs the package {name}, which cannot be imported ({error}); "
-            f"pip install {name}, or set train.logger tensorboard"
-        ) from error
 
 
 def _tensorboard(folder: Path, resume_step: int) -> Logger:
@@ -301,8 +273,9 @@ def _tensorboard(folder: Path, resume_step: int) -> Logger:
     return Logger(write, events.close)
 
 
-def _wandb(wandb: Any, config: RunConfig, folder: Path) -> Logger:
+def _wandb(config: RunConfig, folder: Path) -> Logger:
     """A run of Weights & Biases; of steps computed again it keeps the first values."""
+    wandb = importlib.import_module("wandb")
     name = _kept(folder / "wandb.id") or f"{config.name[:40]}-{secrets.token_hex(4)}"
     told = {"name": config.name, "dir": str(folder), "config": config.model_dump()}
     run = wandb.init(id=name, resume="allow", **told)
@@ -310,8 +283,9 @@ def _wandb(wandb: Any, config: RunConfig, folder: Path) -> Logger:
     return Logger(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
-def _mlflow(mlflow: Any, config: RunConfig, folder: Path) -> Logger:
+def _mlflow(config: RunConfig, folder: Path) -> Logger:
     """A run of MLflow with the config as parameters; of steps computed again it keeps both."""
+    mlflow = importlib.import_module("mlflow")
     kept = _kept(folder / "mlflow.id")
     run = mlflow.start_run(run_id=kept, run_name=config.name)
     if kept is None:
@@ -329,5 +303,4 @@ def _mlflow(mlflow: Any, config: RunConfig, folder: Path) -> Logger:
 
 
 def _kept(path: Path) -> str | None:
-    """The id that an earlier start of the run left."""
     return path.read_text(encoding="utf-8").strip() if path.exists() else None

@@ -19,17 +19,15 @@ _SETTINGS = {"M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1), "M_MMAP_MAX":
 
 
 def start_process() -> None:
-    """Set up memory and logging, before JAX starts its threads."""
     keep_freed_memory()
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it touches
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next allocation, on a CPU; return whether it does.
+    """Make glibc keep freed memory for the next step, on a CPU; return whether it does.
 
-    XLA's CPU backend frees the arrays of a step and allocates them again in the next one. glibc
-    returns large blocks to the kernel, which clears every page anew: a quarter of a small model's
-    step. Nothing changes if the environment configures malloc (``MALLOC_...``, ``GLIBC_TUNABLES``).
+    Else the kernel clears pages anew in every step: a quarter of a small model's. Nothing changes
+    if the environment configures malloc.
     """
     told = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     accelerators = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))

@@ -96,7 +96,6 @@ def _measure(params, rest, inputs, graphdef, paths):
 
 @contextmanager
 def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str, jax.Array]]:
-    """Within the block, note calls of the model's submodules in the dictionary it yields."""
     modules = [(path, module) for path, module in nnx.iter_modules(model) if path]
     names = {id(module): ".".join(map(str, path)) for path, module in modules}
     # The classes that define what calling the modules does.
@@ -164,7 +163,6 @@ def plot_loss(folder: Path, *, per: str) -> Path:
         points = np.array([(row["step"], row[name]) for row in rows if name in row]).reshape(-1, 2)
         axes.plot(*points.T, style, label=name.replace("_", " "), markersize=4)
     axes.set(xlabel="step", ylabel=f"loss (nats per {per})", title=folder.name)
-    axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path := folder / "loss.png")
     return path
@@ -178,8 +176,8 @@ def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
         "weights": "gradient of each parameter",
     }
     first = next(iter(readings.values()))
-    height = 1.5 + 0.16 * max(len(getattr(first, kind)) for kind in kinds)
-    figure = Figure(figsize=(16, max(4.0, height)), layout="constrained", dpi=120)
+    height = 4 + 0.16 * len(first.activations)
+    figure = Figure(figsize=(16, height), layout="constrained", dpi=120)
     for axes, (kind, title) in zip(figure.subplots(1, 3), kinds.items(), strict=True):
         for (label, reading), marker in zip(readings.items(), "ox", strict=False):
             values = np.array([*getattr(reading, kind).values()], np.float64)
@@ -189,9 +187,7 @@ def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
         axes.set_xscale("log", base=2)
         axes.axvline(1.0, color="grey", linewidth=1)
         axes.set_yticks(range(len(names)), names, fontsize=7)
-        axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set(xlabel="RMS", title=title)
-        axes.grid(alpha=0.3)
+        axes.set(xlabel="RMS", title=title, ylim=(len(names) - 0.5, -0.5))
         axes.legend()
     figure.suptitle(folder.name)
     figure.savefig(path := folder / "rms.png")

@@ -1,17 +1,13 @@
-"""The processes and devices that train a run: `jax.distributed`, meshes and signals.
-
-Every process runs the same program on its share of each batch; only the first prints and writes.
-"""
+"""The processes and devices that train a run; only the first process prints and writes."""
 
 import contextlib
-import json
-import math
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Self, cast
@@ -43,11 +39,7 @@ def joined(
     detect: bool = False,
     heartbeat: int = 100,
 ) -> Iterator[None]:
-    """Join the processes of a run, if there are several, for the length of the block.
-
-    The arguments are those of `unitscale.parallel.initialize`. On errors the process ends
-    immediately: a normal exit would wait for the others, which may be waiting for this one.
-    """
+    """Join the processes of a run, if there are several, as `unitscale.parallel.initialize`."""
     # The training loop answers SIGTERM itself, see `StopRequest`.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -62,6 +54,7 @@ def joined(
         if not several:
             raise
         told = told_by(error)
+        # A normal exit would wait for the others, which may be waiting for this one.
         if told is None:
             traceback.print_exc()
         else:
@@ -74,33 +67,25 @@ def joined(
 
 
 def is_first() -> bool:
-    """Tell whether this process prints and writes for all."""
     return jax.process_index() == 0
-
-
-def all_texts(text: str) -> list[str]:
-    """Gather a text from every process; all have to call it."""
-    if jax.process_count() == 1:
-        return [text]
-    raw = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(raw.size))
-    padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
-    padded[: raw.size] = raw
-    rows = multihost_utils.process_allgather(padded)
-    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def check_alike(facts: Mapping[str, Any]) -> None:
     """Raise an error in every process if the processes' facts or versions differ."""
     own = {"unitscale": unitscale.__version__, "jax": jax.__version__, **facts}
-    first, *others = map(json.loads, all_texts(json.dumps(own, default=repr)))
-    for index, other in enumerate(others, 1):
-        if keys := [key for key in first | other if first.get(key) != other.get(key)]:
-            listed = "\n".join(f"  {k}: {first.get(k)} and {other.get(k)}" for k in keys)
-            raise RecipeError(
-                "processes: expected the same config, data and versions in all; got in processes "
-                f"0 and {index}\n{listed}\nstart every process with the same command and files"
-            )
+    names, values = list(own), [zlib.crc32(repr(own[name]).encode()) for name in own]
+    rows = gathered(np.array(values, np.uint32))
+    if differ := [names[column] for column in np.flatnonzero((rows != rows[0]).any(0))]:
+        raise RecipeError(
+            "processes: expected the same config, data and versions in all; they differ in "
+            f"{', '.join(differ)}; start every process with the same command and files"
+        )
+
+
+def gathered(value: Any) -> np.ndarray:
+    """Stack an array from every process; all have to call it."""
+    several = jax.process_count() > 1
+    return np.asarray(multihost_utils.process_allgather(value)) if several else value[None]
 
 
 class StopRequest:
@@ -129,7 +114,7 @@ class StopRequest:
         """The signal to stop at; processes agree on it where they wait for devices anyway."""
         if jax.process_count() == 1:
             return self.signal
-        number = max(map(int, all_texts(str(int(self.signal or 0))))) if logging else 0
+        number = int(gathered(np.int32(self.signal or 0)).max()) if logging else 0
         return signal.Signals(number) if number else None
 
 
@@ -142,16 +127,8 @@ def open_mesh(config: RunConfig) -> Mesh | None:
                 f"{jax.process_count()} processes; got null; set mesh.data={jax.device_count()}"
             )
         return None
-    axes = config.mesh.model_dump()
-    precision = config.precision
-    if precision.exchange and (math.prod(axes.values()) > axes["data"] or precision.scalify):
-        raise RecipeError(
-            "precision.exchange: expected mesh.fsdp, context and tensor 1 and precision.scalify "
-            f"null, so that parameters are whole on every device; got {precision.exchange} and "
-            f"mesh {axes}; set precision.exchange null"
-        )
     try:
-        return make_mesh(axes)
+        return make_mesh(config.mesh.model_dump())
     except ValueError as error:
         raise RecipeError(f"mesh: {error}") from error
 

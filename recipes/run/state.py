@@ -1,11 +1,7 @@
-"""The state of training: number formats, optimizer, creation, and restored checkpoints.
-
-A run may go on in other number formats; values are then carried over, rounded once.
-"""
+"""The state of training: number formats, optimizer, creation, and restored checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
@@ -111,30 +107,20 @@ def formats(config: RunConfig) -> dict[str, Any]:
 
 def with_formats(config: RunConfig, facts: dict[str, Any]) -> RunConfig:
     """The config in the formats that a checkpoint was saved in, as its facts say."""
-    saved = facts.get("formats")
-    if saved is None:
-        return config  # as the oldest ones were
-    if "precision" not in saved:  # of an earlier version
-        saved = dict(saved)
-        optimizer = dict(saved.pop("optimizer"))
-        saved["mesh"] = {"gradients": saved.pop("gradients", None)}
-        skips = optimizer.pop("skip_nonfinite")
-        unknown = {"matmuls", "frozen", "loss_scale", "monitor", "rebalance"}
-        own = config.precision.model_dump(include=unknown)
-        found = config.upgraded(saved | {"optimizer": optimizer})["precision"]
-        saved = {"precision": own | found, "skip_nonfinite": skips}
+    saved = facts.get("formats", {})
+    if "precision" not in saved:  # of an earlier version, whose runs go on in their own formats
+        return config
     precision = PrecisionConfig.model_validate(saved["precision"])
     optimizer = config.optimizer.model_copy(update={"skip_nonfinite": saved["skip_nonfinite"]})
     return config.model_copy(update={"precision": precision, "optimizer": optimizer})
 
 
 def convert(state: Any, written: RunConfig, config: RunConfig, optimizer: Any, like: Any) -> Any:
-    """The state of a run, written in the formats of one config, in those of another."""
+    """The state of a run in the formats of another config; values are rounded once."""
     source, target = plain(written.precision, state), plain(config.precision, like)
     params = to_array(source.params, jnp.float32)
     if isinstance(optimizer, optim.ScaledTransformation):
         params = optimizer.scale_params(params)
-    # These are there in some runs alone.
     kept = {
         name: getattr(source, name)
         for name in ("auto", "skips", "loss_scale")
@@ -164,7 +150,6 @@ def _carried(source: Any, target: Any) -> Any:
 
 
 def is_amax(node: Any) -> bool:
-    """Return True for the scales of one matmul."""
     return isinstance(node, QuantState)
 
 
@@ -201,13 +186,10 @@ def updates_done(opt_state: optax.OptState) -> jax.Array:
 def make_optimizer(
     config: RunConfig, params: Any
 ) -> optax.GradientTransformation | optim.ScaledTransformation:
-    """The update rule with clipping, schedule and weight decay, in the formats of the config.
-
-    Parameters with two or more axes, that of a stack of layers not counted, have weight decay.
-    Where the config names formats of weights or moments, this is `unitscale.optim.scaled`.
-    """
+    """The update rule with clipping, schedule and weight decay, in the formats of the config."""
     settings, precision = config.optimizer, config.precision
     schedule = make_schedule(settings, config.train.steps)
+    # Vectors have no weight decay, also where layers are stacked.
     decays = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.ndim - _is_stacked(path) >= 2, params, is_leaf=is_scaled
     )
@@ -255,7 +237,6 @@ def make_optimizer(
 
 
 def _is_stacked(path: Any) -> bool:
-    """Return True if the first axis of the parameter at a path counts layers."""
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()
 
@@ -268,21 +249,16 @@ class Skips(NamedTuple):
 
 
 class LossScale(NamedTuple):
-    """A loss scale that follows the gradients (Micikevicius et al., 2018), for comparison.
-
-    A step whose gradient is not finite is left out and halves the scale; 2000 others double it.
-    """
+    """A loss scale: a step whose gradient is not finite halves it, and 2000 others double it."""
 
     value: jax.Array
     good: jax.Array  # finite steps since it last changed
 
     @classmethod
     def create(cls) -> Self:
-        """The scale before the first step, as PyTorch's GradScaler has it."""
         return cls(jnp.float32(2.0**16), jnp.int32(0))
 
     def after(self, finite: jax.Array) -> Self:
-        """The scale for the next step."""
         doubles = self.good + 1 >= 2000
         grown = jnp.where(doubles, 2 * self.value, self.value)
         value = jnp.where(finite, grown, self.value / 2)
@@ -340,7 +316,6 @@ def restore(
     """The newest whole checkpoint of a run, in the formats and over the mesh of its config."""
 
     def written(facts: dict[str, Any]) -> RunConfig | None:
-        """The config in the formats of a checkpoint, where they are others."""
         config_then = with_formats(config, facts)
         return None if formats(config_then) == formats(config) else config_then
 
@@ -364,7 +339,6 @@ def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.Gra
 
 
 def load_checkpoint(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, Restored]:
-    """As `load_trained`, with the facts of the checkpoint."""
     folder = existing_run(config)
     trained = written_config(folder, type(config)).resumed
     longest, data = trained.longest, config.data
@@ -388,10 +362,7 @@ def take_weights(
     needed: Collection[str] | None = None,
     wanted: Collection[str] = (),
 ) -> None:
-    """Set the parameters of a model in place to those that a run has under the same paths.
-
-    The run must have those of the parts in `needed` (None: all); those in `wanted` are taken too.
-    """
+    """Set parameters to a run's: those of the parts `needed` (None: all), and any `wanted`."""
     # Values are read from the disk even if the caller traces, such as for shapes alone.
     with jax.ensure_compile_time_eval():
         _, state = load_trained(run, lambda message: None)
@@ -400,42 +371,28 @@ def take_weights(
         trained = nnx.to_flat_state(state.params)
         found = {path: np.asarray(to_array(leaf.get_value())) for path, leaf in trained}
     own = nnx.state(model, nnx.Param)
-    wrong = []
     for path, variable in nnx.to_flat_state(own):
         value = variable.get_value()
         shape = found[path].shape if path in found else "none"
         must = needed is None or path[0] in needed
         if must and shape != value.shape:
-            wrong.append(f"{'.'.join(map(str, path))} {value.shape}, the run has {shape}")
-        elif must or (path in found and path[0] in wanted):
+            raise RecipeError(
+                f"init: the weights in {run_folder(run)} do not fit: expected "
+                f"{'.'.join(map(str, path))} {value.shape}, the run has {shape}; give the run of a "
+                "model of this shape"
+            )
+        if must or (path in found and path[0] in wanted):
             variable.set_value(jnp.asarray(found[path], value.dtype))
-    if wrong:
-        raise RecipeError(
-            f"init: the weights in {run_folder(run)} do not fit: expected {'; '.join(wrong)}; give "
-            "the run of a model of this shape"
-        )
     nnx.update(model, own)
 
 
-def with_run_tokenizer(config: Run) -> Run:
-    """A config with the tokenizer that its run was trained with, whatever its own says."""
-    folder = existing_run(config)
-    trained = written_config(folder, type(config))
-    if not isinstance(config.data, DataConfig) or not isinstance(trained.data, DataConfig):
-        return config
-    is_byte = trained.data.tokenizer.kind == "byte"
-    return _with_tokenizer(config, None if is_byte else folder / TOKENIZER_FILE)
-
-
-def with_kept_tokenizer(config: Run) -> Run:
-    """A config with the tokenizer that an earlier start of its run left, if one did."""
+def with_kept_tokenizer(config: Run, *, needed: bool = False) -> Run:
+    """A config with the tokenizer in its run's folder, if an earlier start left one."""
     data, file = config.data, run_folder(config) / TOKENIZER_FILE
-    if not isinstance(data, DataConfig) or data.tokenizer.kind == "byte" or not file.exists():
+    if not isinstance(data, DataConfig) or data.tokenizer.kind == "byte":
         return config
-    return _with_tokenizer(config, file)
-
-
-def _with_tokenizer(config: Run, file: Path | None) -> Run:
-    tokenizer = TokenizerConfig() if file is None else TokenizerConfig(kind="file", path=str(file))
-    data = config.data.model_copy(update={"tokenizer": tokenizer})
+    if not needed and not file.exists():
+        return config
+    tokenizer = TokenizerConfig(kind="file", path=str(file))
+    data = data.model_copy(update={"tokenizer": tokenizer})
     return config.model_copy(update={"data": data})

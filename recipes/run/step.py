@@ -36,9 +36,8 @@ def make_train_step(
 ):
     """The compiled step `(state, batch, index) -> (state, metrics)`; it reuses the state's memory.
 
-    `index` is the number of steps done before. Where that is not `state.step`, or the loss or a
-    gradient is not finite, the state comes back as it went in; of a step that is left out, by the
-    config or a loss scale, it comes back with the step counted.
+    Where the steps done are not `index`, or the loss or a gradient is not finite, the state comes
+    back as it went in, or with the step counted if the config or a loss scale leaves it out.
     """
     precision = PrecisionConfig() if config is None else config.precision
     micro_batches = 1 if config is None else config.data.micro_batches
@@ -193,11 +192,7 @@ def advance(
     stop: int,
     watch: Watch | None = None,
 ) -> TrainState:
-    """Do the steps from `start` to `stop`, without waiting for the device.
-
-    `watch` is called after each step with the steps done, the state, the step's metrics and its
-    batch; it returns the state to go on with, or None to stop there.
-    """
+    """Do the steps from `start` to `stop`; `watch` returns the state to go on with, or None."""
     for index in range(start, stop):
         batch = next(batches)
         state, values = step(state, batch, np.int32(index))

@@ -173,7 +173,7 @@ test_wrong_value = refuses_configs(WRONG)
 def test_unknown_recipe(tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text("recipe: imges\nname: x\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"recipe: .*got 'imges'; did you mean images"):
+    with pytest.raises(RecipeError, match=r"recipe: expected one of .*images.*got 'imges'"):
         load_config(path)
 
 

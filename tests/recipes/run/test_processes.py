@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import pytest
 
 from recipes.errors import RecipeError
@@ -152,7 +153,6 @@ def test_lost_processes(start: Start, config_file: Path) -> None:
 def test_one_process() -> None:
     with joined():
         assert processes.is_first()
-    assert processes.all_texts("here") == ["here"]
     processes.check_alike({"name": "tiny"})
     with (
         pytest.raises(RecipeError, match=r"processes: .*processes must be given too; got only"),
@@ -168,19 +168,18 @@ def test_one_process() -> None:
 def test_two_processes(
     make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The words of the other process are made up."""
+    """The numbers of the other process are made up."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    other: list[str] = []
-    monkeypatch.setattr(processes, "all_texts", lambda text: [text, *other])
-    other[:] = ['{"unitscale": "9", "seed": 1}']
-    differ = r"(?s)processes 0 and 1\n  unitscale: .* and 9\n  jax:"
-    with pytest.raises(RecipeError, match=differ) as caught:
-        processes.check_alike({"seed": 1})
-    assert "seed" not in str(caught.value)
+    facts = [{"seed": 1, "data": "a"}, {"seed": 1, "data": "b"}]
+    rows: list[np.ndarray] = []
+    monkeypatch.setattr(processes, "gathered", lambda row: rows.append(row) or np.array(rows))
+    processes.check_alike(facts[0])
+    with pytest.raises(RecipeError, match=r"they differ in data; start every process"):
+        processes.check_alike(facts[1])
     count = jax.device_count()
     with pytest.raises(RecipeError, match=rf"mesh: .* got null; set mesh\.data={count}"):
         open_mesh(make_config())
     # The other process was told to stop, this one was not; they agree at log lines.
-    other[:] = [str(int(signal.SIGTERM))]
+    monkeypatch.setattr(processes, "gathered", lambda own: np.array([own, signal.SIGTERM]))
     assert StopRequest().agreed(logging=False) is None
     assert StopRequest().agreed(logging=True) is signal.SIGTERM

@@ -177,8 +177,6 @@ def test_a_position_is_resumed_and_a_batch_shared(
     together = np.concatenate(shares, axis=1)
     assert shares[0].shape[1] == data.batch_size // 2
     np.testing.assert_array_equal(np.sort(together[..., 0]), np.sort(whole[..., 0]))
-    with pytest.raises(ValueError, match="batch_size"):
-        data.training(0, process=0, processes=3)
 
 
 def test_validation_is_the_end_of_the_text_without_overlap() -> None:
