@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 from unitscale.core import is_scaled
 from unitscale.parallel import batch_share
@@ -134,6 +135,12 @@ class _Run:
         self.recent: deque[Any] = deque(maxlen=config.train.log_every + 1)
         self.signal: Signals | None = None
         self.speeds: list[float] = []  # between log lines
+        columns = (
+            *Progress.get_default_columns(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+        )
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
 
     def train(self) -> Outcome:
         parameters = sum(x.size for x in jax.tree.leaves(self.state.params, is_leaf=is_scaled))
@@ -169,9 +176,10 @@ class _Run:
     def loop(self, start: int) -> None:
         steps = self.config.train.steps
         shares = (place_batch(batch, self.mesh) for batch in self.batches)
+        self.bar = self.progress.add_task("step", total=steps, completed=start, loss="")
         self.start, self.clock = start, (start, time.perf_counter())
         opened = open_metrics(self.config, self.folder, start) if is_first() else Metrics(None)
-        with contextlib.closing(opened) as metrics, StopRequest() as stop:
+        with contextlib.closing(opened) as metrics, StopRequest() as stop, self.progress:
             watch = functools.partial(self.after_step, metrics, stop)
             self.state = advance(self.step, self.state, shares, start, steps, watch)
             self.checkpoints.wait()
@@ -188,6 +196,7 @@ class _Run:
         settings = self.config.train
         self.state = state
         self.recent.append(batch)
+        self.progress.update(self.bar, completed=done)
         logging = done % settings.log_every == 0 or done == settings.steps
         self.signal = stop.agreed(logging=logging)  # asked once, so that a stop is saved
         validating = done % settings.eval_every == 0  # also before a stop: resumed, it is past
@@ -231,8 +240,10 @@ class _Run:
         if state.loss_scale is not None:
             facts["loss_scale"] = float(state.loss_scale.value)
         metrics.write(done, **facts)
-        shown = f"  {speed:,.0f} {data.step_unit}/s" if timed else ""
-        self.say(f"step {done}/{self.config.train.steps}  loss {loss:.4f}{shown}")
+        self.progress.update(self.bar, loss=f"loss {loss:.4f}")
+        if self.progress.disable:
+            shown = f"  {speed:,.0f} {data.step_unit}/s" if timed else ""
+            self.say(f"step {done}/{self.config.train.steps}  loss {loss:.4f}{shown}")
 
     def save(self, step: int) -> None:
         if not _is_finite(jax.tree.leaves(self.state.params)):
