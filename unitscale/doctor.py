@@ -71,7 +71,7 @@ def fp8_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _has_kernels(device: Any) -> bool:
-    """Whether a device is an NVIDIA GPU with FP8 kernels."""
+    """Return whether a device is an NVIDIA GPU with FP8 kernels."""
     return "cuda" in device.client.platform_version and float(device.compute_capability) >= 8.9
 
 

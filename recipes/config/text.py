@@ -237,7 +237,7 @@ class RopeConfig(Section):
 
 
 class DecoderConfig(Section):
-    """What a decoder read from a Hugging Face folder has beyond the keys of `model`."""
+    """Properties of a decoder from a Hugging Face folder beyond the keys of `model`."""
 
     norm_eps: Positive | None = None  # None: 1e-6
     head_dim: Count | None = None  # None: width / heads

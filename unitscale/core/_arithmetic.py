@@ -60,7 +60,7 @@ def as_scale(scale: Any) -> Scale:
 
 
 def broadcasts(scale_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a scale of one shape broadcasts against data of another."""
+    """Return whether a scale of one shape broadcasts against data of another."""
     try:
         return jnp.broadcast_shapes(scale_shape, shape) == shape
     except ValueError:
@@ -320,7 +320,7 @@ def reduce_scale(scale: Scale, axis: Any, keepdims: bool = False) -> Scale:
 
 
 def varies_over(data: jax.Array, scale: Scale, axis: Any) -> bool:
-    """Whether a scale has more than one entry along the axes."""
+    """Return whether a scale has more than one entry along the axes."""
     if scale is None or jnp.size(scale) == 1:
         return False
     shape = (1,) * (data.ndim - scale.ndim) + scale.shape

@@ -33,7 +33,7 @@ def take_as_array(
 
 
 def _is_loss() -> bool:
-    """Whether `jax.grad` calls `take_as_array`, through `typeof`, to check the loss."""
+    """Return whether `jax.grad` calls `take_as_array`, through `typeof`, to check the loss."""
     return sys._getframe(3).f_code.co_name == "_check_scalar"
 
 

@@ -97,7 +97,7 @@ class Format:
 
     @property
     def simulated(self) -> bool:
-        """Whether values of this format are kept in a wider type."""
+        """Return whether values of this format are kept in a wider type."""
         return self.dtype is None
 
     @property
@@ -187,7 +187,7 @@ def format_of(dtype: Any) -> Format:
 
 
 def is_floating(x: Any) -> bool:
-    """Whether ``x`` is a floating array, or the type of one."""
+    """Return whether ``x`` is a floating array, or the type of one."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -289,7 +289,7 @@ def static_pow2_sqrt(n: int) -> float:
 
 
 def is_float8(dtype: Any) -> bool:
-    """Whether `encode_float8` and `decode_float8` know a format."""
+    """Return whether `encode_float8` and `decode_float8` know a format."""
     return dtype is not None and jnp.dtype(dtype).name in ("float8_e4m3fn", "float8_e5m2")
 
 

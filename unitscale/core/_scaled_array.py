@@ -234,7 +234,7 @@ class ScaledArray:
 
     @property
     def _committed(self) -> bool:
-        """Whether the data is committed to devices; `jnp.zeros_like` then keeps its sharding."""
+        """Return whether the data is committed to devices, whose sharding `jnp.zeros_like` keeps."""
         return getattr(self.data, "committed", False)
 
     @property
@@ -408,7 +408,7 @@ class ScaledArray:
 
 
 def is_scaled(x: Any) -> "TypeIs[ScaledArray]":
-    """Whether ``x`` is a ScaledArray: the ``is_leaf`` of `jax.tree.map`."""
+    """Return whether ``x`` is a ScaledArray: the ``is_leaf`` of `jax.tree.map`."""
     return isinstance(x, ScaledArray)
 
 

@@ -119,7 +119,7 @@ def num_batch_shards(*activations: jax.Array) -> int:
 
 
 def _is_untracked(axis: str) -> bool:
-    """Whether an axis is mapped and JAX does not track what varies over it."""
+    """Return whether an axis is mapped and JAX does not track what varies over it."""
     try:
         return axis not in varying(lax.axis_index(axis))
     except NameError:

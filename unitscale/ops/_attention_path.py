@@ -161,7 +161,7 @@ def target() -> str:
 
 
 def whole_heads(*heads: int) -> bool | None:
-    """Whether each device can have whole heads; None if no mesh axis shards the tokens."""
+    """Return whether each device can have whole heads; None if no mesh axis shards the tokens."""
     if axes_size(CONTEXT_AXES) == 1:
         return None
     return all(n % axes_size(HEAD_AXES) == 0 for n in heads)

@@ -39,7 +39,7 @@ def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.
 
 
 def has_sharded_classes(z: jax.Array) -> bool:
-    """Whether the classes are known to be sharded over devices."""
+    """Return whether the classes are known to be sharded over devices."""
     return axes_size(TENSOR_AXES) > 1 or jax.typeof(z).sharding.spec[-1] is not None
 
 

@@ -107,7 +107,7 @@ def broadcast_shapes(op: str, expected: str, **shapes: tuple[int, ...]) -> tuple
 
 
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether an array of a shape broadcasts to a shape."""
+    """Return whether an array of a shape broadcasts to a shape."""
     pairs = zip(shape[::-1], target[::-1], strict=False)
     return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
 

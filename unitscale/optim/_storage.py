@@ -137,7 +137,7 @@ def is_floating(x: Any) -> bool:
 
 
 def is_stored(x: Any) -> "TypeIs[ScaledArray | SquareRoot]":
-    """Whether ``x`` is stored state: the `is_leaf` of trees that hold it."""
+    """Return whether ``x`` is stored state: the `is_leaf` of trees that hold it."""
     return is_scaled(x) or isinstance(x, SquareRoot)
 
 
@@ -292,7 +292,7 @@ def _largest_bits(x: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 
 def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
-    """Whether scales that are shared along ``axes`` are chosen from a sample."""
+    """Return whether scales that are shared along ``axes`` are chosen from a sample."""
     items = math.prod(n for axis, n in enumerate(shape) if axis not in axes)
     return math.prod(shape) > max(_UNSAMPLED, _ITEM_SAMPLE * items)
 

@@ -266,7 +266,7 @@ class Fp8Report:
         return sum(m.flops for m in self.fp8) / total if total else 0.0
 
     def __bool__(self) -> bool:
-        """Whether there are FP8 kernels, and no matmul of FP8 data is another kernel."""
+        """Return whether there are FP8 kernels, and no matmul of FP8 data is another kernel."""
         return bool(self.fp8) and not self.lost
 
     def __str__(self) -> str:
@@ -435,7 +435,7 @@ def _examine(program: HloProgram, at: HloInstruction) -> Matmul | None:
 
 
 def _is_amax(program: HloProgram, at: HloInstruction) -> bool:
-    """Whether a reduction computes a maximum of magnitudes (its second step does not count)."""
+    """Return whether a reduction is the first step of a maximum of magnitudes."""
     if at.opcode != "reduce" or not at.calls:
         return False
     body, root = program.computations[at.calls[0]], program.roots[at.calls[0]]

@@ -58,7 +58,7 @@ def isolate(lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> tuple[Any, Any, lis
 
 
 def packs(x: Any, count: int) -> bool:
-    """Whether `move_rows_last` can move the first ``count`` dimensions of an operand."""
+    """Return whether `move_rows_last` can move the first ``count`` dimensions of an operand."""
     if is_scaled(x) and (x.block_shape or (x.scale is not None and x.scale.ndim)):
         return False
     data = data_of(x)

@@ -224,7 +224,7 @@ class Core:
 
     @property
     def per_slice(self) -> bool:
-        """Whether scales differ along dimensions, so that each matmul has its own cotangent."""
+        """Return whether scales differ along dimensions: each matmul then has its own cotangent."""
         strategy = None if self.config is None else self.config.strategy
         return isinstance(strategy, Block) or (
             isinstance(strategy, Dynamic) and strategy.granularity == "channel"

@@ -32,7 +32,7 @@ Cast = Callable[[jax.Array, Any], Any]
 
 
 def needs_scale(dtype: Any) -> bool:
-    """Whether a format has fewer exponent bits than float32; others are cast at scale 1."""
+    """Return whether a format has fewer exponent bits than float32; others are cast at scale 1."""
     return format_of(dtype).exponent_bits < format_of("float32").exponent_bits
 
 

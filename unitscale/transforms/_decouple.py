@@ -38,7 +38,7 @@ _SAFE: dict[str, tuple[float, float, float]] = {
 
 
 def can_decouple(primitive: str, operands: Sequence[Value]) -> bool:
-    """Whether a function may be computed in float16: one of float16 data at one scale."""
+    """Return whether a function may be computed in float16: one of float16 data at one scale."""
     x = operands[0]
     is_half = x.scale is not None and jnp.result_type(x.data) == np.float16
     return primitive in _SAFE and is_half and not scale_of(x).ndim and jnp.size(x.data) > 0

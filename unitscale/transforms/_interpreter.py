@@ -266,7 +266,7 @@ class Rule:
 
     @property
     def takes_plain(self) -> bool:
-        """Whether it is applied although no operand has a scale."""
+        """Return whether it is applied although no operand has a scale."""
         return self.category in ("call", "marker") or self.name == "scatter-add"
 
 

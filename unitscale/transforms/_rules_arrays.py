@@ -187,7 +187,7 @@ def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
 
 
 def _is_one_per_row(eqn: JaxprEqn) -> bool:
-    """Whether a scatter changes one entry of each row, as the gradient of `take_along_axis`."""
+    """Return whether a scatter changes one entry a row, as the gradient of `take_along_axis`."""
     dims, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
     rows, last = tuple(range(len(shape) - 1)), (len(shape) - 1,)
     return (

@@ -183,7 +183,7 @@ def _stacked(data: Any, item: Value, scales: Any) -> Value:
 
 
 def stops_on_floats(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: int) -> bool:
-    """Whether the number of turns depends on floating numbers, after so many constants of each."""
+    """Return whether the number of turns depends on floats, given the numbers of constants."""
 
     def reads_floats(program: ClosedJaxpr, read: Sequence[bool]) -> bool:
         used = zip(program.in_avals, read, strict=True)

@@ -42,7 +42,7 @@ class Scale:
 
     @property
     def is_one(self) -> bool:
-        """Whether the scale is known to be 1 while tracing."""
+        """Return whether the scale is known to be 1 while tracing."""
         return self.array is None and not self.log2
 
     @property
@@ -51,7 +51,7 @@ class Scale:
         return 0 if self.array is None else jnp.ndim(self.array)
 
     def same(self, other: Scale | None) -> bool:
-        """Whether another scale is known to be equal while tracing."""
+        """Return whether another scale is known to be equal while tracing."""
         return other is not None and self.log2 == other.log2 and self.array is other.array
 
     def __mul__(self, other: Scale) -> Scale:
@@ -150,19 +150,19 @@ class Value:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the value is scaled and its data as narrow as the type it is stored in."""
+        """Return whether the value is scaled and its data as narrow as the type it is stored in."""
         if self.scale is None or is_complex(self.data):
             return False
         return jnp.result_type(self.data).itemsize <= self.dtype.itemsize
 
     @property
     def is_sized(self) -> bool:
-        """Whether data of a narrow type is known to be near RMS 1."""
+        """Return whether data of a narrow type is known to be near RMS 1."""
         return self.is_stored and not spans(self.dtype) and not self.steps
 
     @property
     def is_neutral(self) -> bool:
-        """Whether the value is zero, infinity or NaN everywhere, which any scale holds."""
+        """Return whether the value is zero, infinity or NaN everywhere, which any scale holds."""
         return self.const is not None and (self.const == 0 or not math.isfinite(self.const))
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -298,7 +298,7 @@ def plain(data: Any) -> Value:
 
 
 def spans(dtype: Any) -> bool:
-    """Whether a type has the range of float32, so that it holds values at scale 1."""
+    """Return whether a type has the range of float32, so that it holds values at scale 1."""
     return jnp.finfo(dtype).nexp >= 8
 
 
@@ -308,12 +308,12 @@ def aval_of(var: Any) -> Any:
 
 
 def is_float(x: Any) -> bool:
-    """Whether an array, or a type, is of real or complex floating numbers."""
+    """Return whether an array, or a type, is of real or complex floating numbers."""
     return jnp.issubdtype(getattr(x, "dtype", x), jnp.inexact)
 
 
 def is_complex(data: Any) -> bool:
-    """Whether an array holds complex numbers."""
+    """Return whether an array holds complex numbers."""
     return jnp.issubdtype(jnp.result_type(data), jnp.complexfloating)
 
 
