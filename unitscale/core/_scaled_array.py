@@ -234,7 +234,7 @@ class ScaledArray:
 
     @property
     def _committed(self) -> bool:
-        """Return whether the data is committed to devices, whose sharding `jnp.zeros_like` keeps."""
+        """Return whether the data is committed to devices, which `jnp.zeros_like` keeps."""
         return getattr(self.data, "committed", False)
 
     @property

@@ -219,7 +219,7 @@ def _check_static(
 
 
 def _is_array(x: Any) -> bool:
-    """Return whether a leaf is traced: arrays are; Python numbers, strings and functions are not."""
+    """Return whether a leaf is traced: arrays are; numbers, strings and functions are not."""
     if is_scaled(x):
         return True
     # Types such as jnp.float32 have a dtype too, and arrays of NumPy may hold strings.
