@@ -26,6 +26,7 @@ def run_programs(page: Path) -> None:
     assert len(names) > 2
 
 
+@pytest.mark.slow
 def test_the_readme_trains_a_classifier(capsys: pytest.CaptureFixture[str]) -> None:
     run_programs(README)
     assert float(re.findall(r"accuracy (\d+)%", capsys.readouterr().out)[0]) > 85

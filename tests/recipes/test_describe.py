@@ -128,6 +128,7 @@ def test_loops_over_chunks_have_the_flops_of_all_weights(make_config: MakeConfig
 SMALL = ("model.width=16", "model.heads=2", "model.layers=4", "data.sequence_length=16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [

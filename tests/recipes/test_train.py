@@ -224,6 +224,7 @@ def test_the_step_is_that_of_plain_jax(make_config: MakeConfig) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), expected, new.params)
 
 
+@pytest.mark.slow
 def test_another_text_is_not_resumed(make_config: MakeConfig, text_file: Path) -> None:
     words = "data.tokenizer={kind: bpe, vocab: 270}", "model.vocab=270"
     outcome, _ = run(make_config(*words))

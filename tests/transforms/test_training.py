@@ -161,6 +161,7 @@ def follows(name: str) -> Any:
     return plain, end, step, (params, state, batch)
 
 
+@pytest.mark.slow
 def test_adamw_in_float16_and_float32_and_scales_have_a_fixed_point() -> None:
     plain, end, step, start = follows("adamw")
     check_scales(end)

@@ -58,6 +58,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     return seen
 
 
+@pytest.mark.slow
 def test_every_text_and_seed_is_trained_once(
     losses: list[Any], config_file: Path, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     gc.collect()  # asyncio logs what Orbax left unread, while that is captured still
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_one_flipped_bit_is_found_or_does_no_harm(tmp_path: Path) -> None:
     """Arrays of different sizes are stored differently; Orbax writes some files that none needs."""

@@ -74,6 +74,7 @@ def test_formats_may_be_others(make_config: MakeConfig, policy: str) -> None:
         np.testing.assert_array_equal(found[path], value.astype(found[path].dtype))
 
 
+@pytest.mark.slow
 def test_it_begins_where_the_run_ended_and_goes_on_without_it(make_config: MakeConfig) -> None:
     first = make_config(*OURS, "optimizer.learning_rate=1.0")
     ended = loss_of(first)

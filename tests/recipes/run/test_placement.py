@@ -31,6 +31,7 @@ UNIT = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
 WIDE = "model.width=64"  # so that matrices are large enough to be cut
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mesh_is_that_of_one_device_and_resumes(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def exchange(config: GPTConfig, steps: int = 4) -> tuple[list[float], TrainState
 WIDE = ("data.batch_size=8", "model.width=32", "model.dropout=0.0")
 
 
+@pytest.mark.slow
 def test_gradients_in_8_bits_train_as_those_in_float32(make_config: MakeConfig) -> None:
     settings = (*WIDE, "optimizer={name: sgd, b1: 0.0, learning_rate: 0.1, umup: false}")
     full, wide = exchange(make_config(*settings, *ON_FOUR, "precision.exchange=float32"))
@@ -136,6 +137,7 @@ def test_gradients_in_8_bits_train_as_those_in_float32(make_config: MakeConfig) 
     assert few == pytest.approx(full, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_unit_scaled_step_by_sgd_is_that_of_the_compiler(make_config: MakeConfig) -> None:
     """Its factors hold a batch size, which is that of all devices however it is divided."""
     settings = (*WIDE, "model.library=unitscale", "optimizer={name: sgd, learning_rate: 0.01}")
@@ -161,6 +163,7 @@ def test_automatic_scaling_is_part_of_the_state(make_config: MakeConfig) -> None
     assert state.auto is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [(), pytest.param(("model.library=unitscale", "model.scan=true"), marks=SLOW)], ids=str
 )
@@ -184,6 +187,7 @@ def test_dropout_differs_between_devices(make_config: MakeConfig, words: tuple[s
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_scales_that_follow_amax_see_all_devices(make_config: MakeConfig) -> None:
     library = ["model.library=unitscale", "optimizer.umup=true", "precision.policy=fp8_delayed"]
     config = make_config(*WIDE, *library, *ON_FOUR, "precision.exchange=float32")
