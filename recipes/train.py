@@ -202,25 +202,25 @@ class _Run:
         validating = done % settings.eval_every == 0  # also before a stop: resumed, it is past
         ending = done == settings.steps or self.signal is not None
         saving = done % settings.checkpoint_every == 0 or ending
+        looking = logging or validating or saving
+        if looking:
+            self.check_finite(done)
         if logging:
             self.log(done, values, metrics)
-        if validating or saving:
-            self.check_finite(done)
         if validating:
             validation = self.validation_loss(done)
             metrics.write(done, validation_loss=validation)
             self.say(f"step {done}  validation loss {validation:.4f}")
         if saving:
             self.save(done)
-        if logging or validating or saving or done == self.start + 1:
+        if looking or done == self.start + 1:
             jax.block_until_ready(values)  # the first step compiles, which is no part of the speed
             self.clock = done, time.perf_counter()
         return None if self.signal is not None else self.state
 
     def log(self, done: int, values: dict[str, Any], metrics: Metrics) -> None:
         data = self.config.data
-        loss = float(values["loss"])  # waits for the device
-        self.check_finite(done)
+        loss = float(values["loss"])
         since, clock = self.clock
         speed = (done - since) * data.step_size / (time.perf_counter() - clock)
         timed = done > self.start + 1
@@ -230,7 +230,7 @@ class _Run:
         facts = {
             "loss": loss,
             "gradient_norm": float(values["gradient_norm"]),
-            # Of the last update, or of the first if there was none yet.
+            # The rate of the last update, or of the first one if there was none yet.
             "learning_rate": float(np.asarray(self.schedule(max(updates - 1, 0)))),
             **({f"{data.step_unit}_per_second": speed} if timed else {}),
             **shares,
@@ -259,6 +259,7 @@ class _Run:
         return loss
 
     def check_finite(self, done: int) -> None:
+        """Wait for the device, and raise if a step since the last look was not finite."""
         good = int(self.state.step)
         if good == done:
             return

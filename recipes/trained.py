@@ -12,7 +12,7 @@ from unitscale.nn import unpadded
 
 from .config import TOKENIZER_FILE, DataConfig, RunConfig
 from .errors import RecipeError, refused
-from .gpt.generate import Writer, writes
+from .gpt.generate import Writer
 from .hf import load
 from .recipe import recipe_of
 from .run.folder import run_folder
@@ -44,7 +44,7 @@ def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
     """Open the model of a run with its tokenizer, to write text."""
     model: Any = _model(config, *load_trained(config, say))
     data = with_kept_tokenizer(config, needed=True).data
-    if not writes(model) or not isinstance(data, DataConfig):
+    if not hasattr(model, "init_cache") or not isinstance(data, DataConfig):
         raise RecipeError(
             f"recipe: expected a model that continues text; got one of recipe {config.recipe}; "
             "name a config of recipe gpt"

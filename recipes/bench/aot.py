@@ -22,7 +22,7 @@ from jax.experimental import topologies
 from unitscale.core import cudnn_of
 from unitscale.quant import HloInstruction, HloProgram, bits, contracted, parse_hlo, user_line
 
-from .wire import collective, devices_of
+from .wire import collective, devices_of, size_of
 
 # Without a runtime version XLA does not use FP8 kernels.
 _TARGET = """
@@ -280,16 +280,16 @@ class _Projection:
         """Bytes that a kernel reads and writes; what a fusion computes inside costs nothing."""
         given = self.operands(i)
         if i.opcode == "custom-call":
-            return _size(*_results(i)) + sum(_size(*o.types) for o in given)
+            return size_of(*_results(i)) + sum(size_of(*o.types) for o in given)
         if i.opcode == "copy-start":
-            return 2 * _size(*given[0].types)
+            return 2 * size_of(*given[0].types)
         read, results = list(zip(given, self.asked(i, _elements(i)), strict=True)), [i]
         if i.opcode == "fusion":
             inner = self.program.computations[i.calls[0]]
             counts, root = self.needed(i.calls[0]), inner[self.program.roots[i.calls[0]]]
             read = [(p, counts[p.name]) for p in inner.values() if p.opcode == "parameter"]
             results = self.operands(root) if root.opcode == "tuple" else [root]
-        shares = (_size(*p.types) * min(1.0, n / max(_elements(p), 1)) for p, n in read)
+        shares = (size_of(*p.types) * min(1.0, n / max(_elements(p), 1)) for p, n in read)
         return sum(shares) + sum(map(self.written, results))
 
     def _needed(self, computation: str) -> dict[str, float]:
@@ -321,12 +321,12 @@ class _Projection:
         while i.opcode in _VIEWS:
             (i,) = self.operands(i)
         if i.opcode in _UPDATES and self.in_place(i):
-            return _size(*self.operands(i)[_UPDATES[i.opcode]].types)
+            return size_of(*self.operands(i)[_UPDATES[i.opcode]].types)
         if i.opcode == "get-tuple-element":
             (call,), index = self.operands(i), re.search(r"\bindex=(\d+)", i.attributes)
             workspace = call.opcode == "custom-call" and index and int(index[1]) > 0
-            return 0.0 if workspace and _is_workspace(i.types[0]) else _size(*i.types)
-        return _size(*(_results(i) if i.opcode == "custom-call" else i.types))
+            return 0.0 if workspace and _is_workspace(i.types[0]) else size_of(*i.types)
+        return size_of(*(_results(i) if i.opcode == "custom-call" else i.types))
 
     def in_place(self, i: HloInstruction) -> bool:
         """Return True if an update changes an array that its kernel was given."""
@@ -355,10 +355,6 @@ class _Projection:
         if i.dtype[:1] in ("u", "s"):
             return _ROTATION.get(i.opcode, 2) * count
         return _OPERATIONS.get(i.opcode, 1) * count
-
-
-def _size(*arrays: Type) -> float:
-    return sum((1 if kind == "pred" else bits(kind) / 8) * math.prod(d) for kind, d in arrays)
 
 
 def _elements(i: HloInstruction) -> float:

@@ -55,8 +55,13 @@ def collective(i: HloInstruction, everyone: int) -> Collective:
     if kind != i.opcode and kind != "all-reduce":
         # An asynchronous start returns its operands, its results, and perhaps contexts.
         arrays = arrays[len(i.operands) : 2 * len(i.operands)]
-    size = sum((1 if dtype == "pred" else bits(dtype) / 8) * math.prod(d) for dtype, d in arrays)
-    return Collective(kind, arrays[0][0], math.ceil(size), _group_size(i.attributes, everyone))
+    size = math.ceil(size_of(*arrays))
+    return Collective(kind, arrays[0][0], size, _group_size(i.attributes, everyone))
+
+
+def size_of(*arrays: tuple[str, tuple[int, ...]]) -> float:
+    """Return the bytes of arrays, by their types in HLO."""
+    return sum((1 if kind == "pred" else bits(kind) / 8) * math.prod(d) for kind, d in arrays)
 
 
 def devices_of(header: str) -> int:

@@ -44,11 +44,6 @@ def draw(logits: jax.Array, key: jax.Array, temperature: Any, top_k: int | None)
     return jnp.take_along_axis(tokens, place[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
-def writes(model: nnx.Module) -> bool:
-    """Return True if a model can continue text: it has a key-value cache."""
-    return hasattr(model, "init_cache")
-
-
 class Writer(NamedTuple):
     """A model with what it needs to continue a text.
 

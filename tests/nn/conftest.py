@@ -11,7 +11,7 @@ from jax._src import random  # what initializers call; `jax.random.normal` in a 
 
 
 class _Drawn(np.ndarray):
-    """What an initializer multiplies by a standard deviation, which JAX would compile too."""
+    """Random numbers that an initializer multiplies by a standard deviation, without JAX."""
 
     def __mul__(self, deviation: Any) -> Any:
         return jnp.asarray(

@@ -195,7 +195,7 @@ def test_the_users_rule_is_used_outside_too() -> None:
 
 @pytest.mark.parametrize("size", [1e-9, pytest.param(1e9, marks=pytest.mark.slow)])
 def test_factorizations_of_any_size(size: float) -> None:
-    """Those of `lu` are in one array: L near 1, U near the matrix."""
+    """Both factors of `lu` are in one array: L near 1, U near the matrix."""
     wide = size * np.float32([[4.0, 1.0], [1.0, 3.0]])
     matrix, right = as_scaled(wide, dtype=jnp.float16), jnp.asarray([1.0, -2.0])
     solvers = jnp.linalg.solve, lambda a, b: jnp.linalg.inv(a) @ b * 1.0

@@ -96,7 +96,7 @@ def test_text_is_that_of_the_uncached_model_also_past_the_context(library: str) 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (2.0, 3), (0.5, 99), (0.0, None)])
 def test_draws_follow_the_softmax(temperature: float, top_k: int | None) -> None:
-    """Of equal logits `top_k` takes those that come first."""
+    """`top_k` breaks ties by taking the first of equal logits."""
     logits, keys = np.array([0.5, 2.0, 1.0, 2.0, 1.0]), jax.random.split(jax.random.key(1), 4000)
     pick = jax.vmap(lambda key: draw(jnp.asarray(logits)[None], key, temperature, top_k)[0])
     out = jax.jit(pick)(keys)

@@ -96,7 +96,7 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
     assert placed[1]["w"].sharding.spec == PartitionSpec("fsdp", "tensor")
 
 
-# What Orbax had begun to read when it met the damage is dropped unread; asyncio says so, later.
+# Orbax abandons the other reads when it meets the damage, and asyncio warns about them later.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
