@@ -33,7 +33,7 @@ Pair: TypeAlias = tuple[jax.Array, Scale]
 
 
 def as_scale(scale: Any) -> Scale:
-    """Returns None, a float array or a number as a scale.
+    """Return None, a float array or a number as a scale.
 
     A number becomes a float32 array, even if it is 1: the structure of a program never depends on
     the value of a scale. float8_e8m0fnu arrays are kept.
@@ -68,7 +68,7 @@ def broadcasts(scale_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def check_shapes(data: Any, scale: Scale, block_shape: tuple[int, ...] | None) -> None:
-    """Raises a ValueError if a scale does not fit its data."""
+    """Raise a ValueError if a scale does not fit its data."""
     shape, scale_shape = jnp.shape(data), () if scale is None else jnp.shape(scale)
     if block_shape is None:
         if not broadcasts(scale_shape, shape):
@@ -89,7 +89,7 @@ def check_shapes(data: Any, scale: Scale, block_shape: tuple[int, ...] | None) -
 
 
 def to_float(scale: Scale) -> jax.Array:
-    """Returns a scale as a float32 (or float64) array without a gradient; None counts as 1."""
+    """Return a scale as a float32 (or float64) array without a gradient; None counts as 1."""
     if scale is None:
         return jnp.float32(1)
     array = lax.stop_gradient(scale)
@@ -97,12 +97,12 @@ def to_float(scale: Scale) -> jax.Array:
 
 
 def scalar_scale(scale: Scale) -> Scale:
-    """Returns a scale of one entry as a scalar."""
+    """Return a scale of one entry as a scalar."""
     return None if scale is None else jnp.reshape(scale, ())
 
 
 def safe_scale(scale: jax.Array) -> jax.Array:
-    """Replaces scales that cannot divide (zero, infinity, NaN) by 1.
+    """Replace scales that cannot divide (zero, infinity, NaN) by 1.
 
     An all-zero tensor has RMS 0; dividing by it would turn zeros into NaN.
     """
@@ -111,17 +111,17 @@ def safe_scale(scale: jax.Array) -> jax.Array:
 
 
 def divisor(scale: jax.Array) -> jax.Array:
-    """Limits a scale to 2^126: XLA multiplies by the inverse, and flushes that of 2^127 to 0."""
+    """Limit a scale to 2^126: XLA multiplies by the inverse, and flushes that of 2^127 to 0."""
     return jnp.where(scale < jnp.inf, jnp.minimum(scale, 2.0**126), scale)
 
 
 def scale_near(size: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
-    """Returns the power of two nearest to a size as a scale; 1 for zero, infinity and NaN."""
+    """Return the power of two nearest to a size as a scale; 1 for zero, infinity and NaN."""
     return safe_scale(divisor(round_to_pow2(size, rounding)))
 
 
 def common_scale(left: Scale, right: Scale) -> Scale:
-    """Returns the scale of a sum: sqrt(left**2 + right**2), rounded to a power of two.
+    """Return the scale of a sum: sqrt(left**2 + right**2), rounded to a power of two.
 
     Independent terms add in variance. None counts as 1 beside a scale.
     """
@@ -139,7 +139,7 @@ def common_scale(left: Scale, right: Scale) -> Scale:
 
 
 def bounded_product(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]:
-    """Returns left * right within the normal numbers of float32, and the rest for the data."""
+    """Return left * right within the normal numbers of float32, and the rest for the data."""
     if left is None or right is None:
         return right if left is None else left, 1
     a, b = to_float(left), to_float(right)
@@ -172,17 +172,17 @@ def _promoted(data: jax.Array) -> Any:
 
 
 def result_dtype(*data: jax.Array) -> np.dtype:
-    """Returns the data type of a result, as JAX promotes; 8-bit floats count as bfloat16."""
+    """Return the data type of a result, as JAX promotes; 8-bit floats count as bfloat16."""
     return np.dtype(jnp.result_type(*map(_promoted, data)))
 
 
 def summable(value: jax.Array) -> jax.Array:
-    """Returns a value in a type that JAX reduces in float32, which 8-bit types are not."""
+    """Return a value in a type that JAX reduces in float32, which 8-bit types are not."""
     return value.astype(result_dtype(value))
 
 
 def operand(x: Any, beside: Scale = None) -> Pair | None:
-    """Returns an operand as a pair, or None if it is not a real array or number.
+    """Return an operand as a pair, or None if it is not a real array or number.
 
     Zero, infinity and NaN take the scale ``beside`` them. Other Python numbers are split exactly
     into data of magnitude near 1, weakly typed, and a power of two.
@@ -204,7 +204,7 @@ def operand(x: Any, beside: Scale = None) -> Pair | None:
 
 
 def value(data: jax.Array, scale: Scale) -> jax.Array:
-    """Returns ``data * scale``; the data itself for the scale None."""
+    """Return ``data * scale``; the data itself for the scale None."""
     if scale is None:
         return data
     scale = to_float(scale)
@@ -212,7 +212,7 @@ def value(data: jax.Array, scale: Scale) -> jax.Array:
 
 
 def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Array:
-    """Returns the data that represents a pair at another scale: ``data * (scale / target)``.
+    """Return the data that represents a pair at another scale: ``data * (scale / target)``.
 
     The ratio is applied in float32. A target of zero can only hold zeros.
     """
@@ -226,7 +226,7 @@ def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Ar
 
 
 def _aligned(operation: Callable[..., jax.Array], left: Pair, right: Pair) -> Pair:
-    """Adds or subtracts at the scale sqrt(s1**2 + s2**2), rounded to a power of two."""
+    """Add or subtracts at the scale sqrt(s1**2 + s2**2), rounded to a power of two."""
     scale = left[1] if left[1] is right[1] else common_scale(left[1], right[1])
     dtype = result_dtype(left[0], right[0])
     x, y = (at_scale(*pair, scale, wide_dtype(dtype)) for pair in (left, right))
@@ -237,26 +237,26 @@ add, subtract = partial(_aligned, jnp.add), partial(_aligned, jnp.subtract)
 
 
 def multiply(left: Pair, right: Pair) -> Pair:
-    """Returns left * right: the data are multiplied, and so are the scales."""
+    """Return left * right: the data are multiplied, and so are the scales."""
     dtype = result_dtype(left[0], right[0])
     scale, rest = bounded_product(left[1], right[1])
     return (_times(left[0], rest) * widen(right[0])).astype(dtype), scale
 
 
 def _times(data: jax.Array, rest: jax.Array | int) -> jax.Array:
-    """Multiplies data by the rest of a bounded scale."""
+    """Multiply data by the rest of a bounded scale."""
     return widen(data) if isinstance(rest, int) else widen(data) * rest
 
 
 def divide(left: Pair, right: Pair) -> Pair:
-    """Returns left / right; a divisor with scale zero divides by its zeros."""
+    """Return left / right; a divisor with scale zero divides by its zeros."""
     dtype = result_dtype(left[0], right[0])
     scale, rest = _bounded_quotient(left[1], right[1])
     return (_times(left[0], rest) / widen(right[0])).astype(dtype), scale
 
 
 def power(x: Pair, exponent: int) -> Pair:
-    """Returns x**exponent for a static integer: data and scale are raised alike."""
+    """Return x**exponent for a static integer: data and scale are raised alike."""
     data, scale = x
     rest = 1
     if scale is not None:
@@ -267,12 +267,12 @@ def power(x: Pair, exponent: int) -> Pair:
 
 
 def general_power(base: Pair, exponent: Pair) -> Pair:
-    """Returns base**exponent of values; the result has no scale."""
+    """Return base**exponent of values; the result has no scale."""
     return widen(value(*base)) ** widen(value(*exponent)), None
 
 
 def matmul(left: Pair, right: Pair) -> Pair:
-    """Returns left @ right; the data is divided by the power of two nearest sqrt(contraction).
+    """Return left @ right; the data is divided by the power of two nearest sqrt(contraction).
 
     A scale that varies along the contraction is multiplied in first, and the result has none.
     """
@@ -295,7 +295,7 @@ def matmul(left: Pair, right: Pair) -> Pair:
 
 
 def _normalized(total: jax.Array, scale: Scale, count: int, dtype: Any) -> Pair:
-    """Moves the growth of a sum, the power of two nearest sqrt(count), from data into the scale."""
+    """Move the growth of a sum, the power of two nearest sqrt(count), from data into the scale."""
     if scale is None or (norm := static_pow2_sqrt(count)) == 1:
         return total.astype(dtype), scale
     scale, rest = bounded_product(to_float(scale), jnp.float32(norm))
@@ -303,7 +303,7 @@ def _normalized(total: jax.Array, scale: Scale, count: int, dtype: Any) -> Pair:
 
 
 def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
-    """Returns the sum over axes; the data is divided by the power of two nearest sqrt(count)."""
+    """Return the sum over axes; the data is divided by the power of two nearest sqrt(count)."""
     data, scale = x
     total = jnp.sum(widen(data), axis=axis, keepdims=keepdims)
     if scale is None:
@@ -313,7 +313,7 @@ def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
 
 
 def reduce_scale(scale: Scale, axis: Any, keepdims: bool = False) -> Scale:
-    """Returns the scale that a reduction over ``axis`` leaves: its size-1 axes are dropped."""
+    """Return the scale that a reduction over ``axis`` leaves: its size-1 axes are dropped."""
     if scale is None or jnp.size(scale) == 1:
         return scalar_scale(scale)
     return jnp.max(to_float(scale), axis=axis, keepdims=keepdims)
@@ -329,7 +329,7 @@ def varies_over(data: jax.Array, scale: Scale, axis: Any) -> bool:
 
 
 def compare(op: Callable[..., jax.Array], left: Pair, right: Pair) -> jax.Array:
-    """Compares values: exactly on data if the scales are the same, else in float32."""
+    """Compare values: exactly on data if the scales are the same, else in float32."""
     if left[1] is right[1]:
         return op(widen(left[0]), widen(right[0]))
     return op(widen(value(*left)), widen(value(*right)))

@@ -15,7 +15,7 @@ from ._scaled_array import ScaledArray, is_scaled, loss_value
 
 
 def multiply(x: jax.Array, factor: float) -> jax.Array:
-    """Multiplies by a factor in the wide dtype, and rounds once to the dtype of ``x``.
+    """Multiply by a factor in the wide dtype, and rounds once to the dtype of ``x``.
 
     The factor itself is never rounded to a narrow type, and a factor of 1 is no operation.
     """
@@ -36,7 +36,7 @@ _scale.defvjp(
 
 
 def scale(x: Any, fwd: float = 1.0, bwd: float = 1.0) -> Any:
-    """Multiplies by ``fwd`` on the way forward and the cotangent by ``bwd`` on the way back.
+    """Multiply by ``fwd`` on the way forward and the cotangent by ``bwd`` on the way back.
 
     Scaling:
         y = fwd * x; dx = bwd * dy, each computed in float32 (float64 for float64) and rounded
@@ -73,17 +73,17 @@ def scale(x: Any, fwd: float = 1.0, bwd: float = 1.0) -> Any:
 
 
 def scale_fwd(x: Any, factor: float) -> Any:
-    """Multiplies the forward value by a static factor and leaves the cotangent alone."""
+    """Multiply the forward value by a static factor and leaves the cotangent alone."""
     return scale(x, factor, 1.0)
 
 
 def scale_bwd(x: Any, factor: float) -> Any:
-    """Leaves the forward value alone and multiplies the cotangent by a static factor."""
+    """Leave the forward value alone and multiplies the cotangent by a static factor."""
     return scale(x, 1.0, factor)
 
 
 def wide_data(x: Any) -> Any:
-    """Returns the data of a ScaledArray in float32 or wider, to differentiate with respect to it.
+    """Return the data of a ScaledArray in float32 or wider, to differentiate with respect to it.
 
     Its cotangent is that of the value times the scale: with a scale of 2^10, gradients above 64
     would overflow float16.
@@ -92,12 +92,12 @@ def wide_data(x: Any) -> Any:
 
 
 def with_data(x: Any, data: Any) -> Any:
-    """Returns a ScaledArray with other data at its own scale; anything else is its own data."""
+    """Return a ScaledArray with other data at its own scale; anything else is its own data."""
     return ScaledArray(data, x.scale, block_shape=x.block_shape) if is_scaled(x) else data
 
 
 def value_gradient(x: Any, cotangent: Any) -> Any:
-    """Divides the cotangent of the data of ``x`` by its scale: the gradient by its value."""
+    """Divide the cotangent of the data of ``x`` by its scale: the gradient by its value."""
     return cotangent / to_float(x.full_scale) if is_scaled(x) else cotangent
 
 
@@ -179,7 +179,7 @@ def grad(
 
 
 def drop_value(differentiate: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Turns a ``value_and_grad`` of a function into its ``grad``."""
+    """Turn a ``value_and_grad`` of a function into its ``grad``."""
 
     @wraps(differentiate)
     def run(*args: Any, **kwargs: Any) -> Any:

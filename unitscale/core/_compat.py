@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, Literal
 def take_as_array(
     cls: type, convert: Callable[[Any], Any], convert_loss: Callable[[Any], Any]
 ) -> None:
-    """Lets JAX's primitives accept objects of a class as the array that ``convert`` makes of them.
+    """Let JAX's primitives accept objects of a class as the array that ``convert`` makes of them.
 
     Users see a ValueError that ``convert`` raises (JAX hides a TypeError). ``convert_loss`` is for
     what `jax.grad` differentiates. A version of JAX without these private tables shows its own
@@ -42,7 +42,7 @@ _MIRRORS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 
 def mirror_asked_for() -> str:
-    """Returns the reflected method that an operator of `jax.Array` needs from its right operand.
+    """Return the reflected method that an operator of `jax.Array` needs from its right operand.
 
     "__radd__" for an addition, "" if no operator is calling. For an operand without
     ``__jax_array__`` `jax.Array` returns NotImplemented, so that Python calls the reflected method.
@@ -53,7 +53,7 @@ def mirror_asked_for() -> str:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and carried leaves of a scan from its parameters."""
+    """Return the numbers of constants and carried leaves of a scan from its parameters."""
     if "num_consts" in params:  # before JAX 0.12
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
@@ -105,7 +105,7 @@ def cudnn_accepts_float32() -> Iterator[None]:
 
 @contextmanager
 def _replaced(functions: dict[str, Callable[..., Any]]) -> Iterator[dict[str, Callable[..., Any]]]:
-    """Replaces functions of JAX's cuDNN module, as far as it has them, and yields the originals."""
+    """Replace functions of JAX's cuDNN module, as far as it has them, and yields the originals."""
     own = {name: getattr(jax_cudnn, name) for name in functions if hasattr(jax_cudnn, name)}
     for name in own:
         setattr(jax_cudnn, name, functions[name])
@@ -124,13 +124,13 @@ _ADVICE = (
 
 
 def varying(x: jax.Array) -> frozenset[str]:
-    """Returns the mesh axes that an array varies over inside `jax.shard_map`."""
+    """Return the mesh axes that an array varies over inside `jax.shard_map`."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
     return getattr(manual, "varying", frozenset())
 
 
 def match_varying(args: Any) -> Any:
-    """Makes all arrays vary over the mesh axes that any of them varies over.
+    """Make all arrays vary over the mesh axes that any of them varies over.
 
     A gradient varies as the arguments together do, and must have the type of its own argument; the
     transpose of varying is a sum over devices, as for JAX's own operations.
@@ -154,17 +154,17 @@ class custom_vjp:
     __name__: str
 
     def __init__(self, fun: Callable[..., Any], nondiff_argnums: tuple[int, ...] = ()):
-        """Wraps ``fun``; the arguments at ``nondiff_argnums`` are static."""
+        """Wrap ``fun``; the arguments at ``nondiff_argnums`` are static."""
         self._fun = jax.custom_vjp(fun, nondiff_argnums=nondiff_argnums)
         self._static = frozenset(nondiff_argnums)
         update_wrapper(self, fun)
 
     def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-        """Sets the forward and backward rules, with the signatures of `jax.custom_vjp.defvjp`."""
+        """Set the forward and backward rules, with the signatures of `jax.custom_vjp.defvjp`."""
         self._fun.defvjp(fwd, bwd)
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the function on positional arguments."""
+        """Call the function on positional arguments."""
         arrays = iter(match_varying([a for i, a in enumerate(args) if i not in self._static]))
         args = tuple(a if i in self._static else next(arrays) for i, a in enumerate(args))
         try:
@@ -177,7 +177,7 @@ class custom_vjp:
 
 
 def last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
-    """Returns, for every equation, the variables that no later equation reads (liveness)."""
+    """Return, for every equation, the variables that no later equation reads (liveness)."""
     last: dict[Any, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):
         last |= {a: index for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, Literal)}

@@ -33,7 +33,7 @@ RescaleStrategy = Literal["rms", "amax", "mse"]
 # Compiled once per shape when called on arrays, and inlined when traced.
 @partial(jax.jit, static_argnames="axis", inline=True)
 def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
-    """Returns the largest magnitude over ``axis``, kept as size-1 dimensions unless axis is None.
+    """Return the largest magnitude over ``axis``, kept as size-1 dimensions unless axis is None.
 
     Computed in float32. NaN and infinity propagate. Its gradient is zero.
     """
@@ -47,7 +47,7 @@ def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
 
 @partial(jax.jit, static_argnames="axis", inline=True)
 def rms(x: jax.Array, axis: Axis = None) -> jax.Array:
-    """Returns sqrt(mean(x**2)) over ``axis``, kept as size-1 dimensions unless axis is None.
+    """Return sqrt(mean(x**2)) over ``axis``, kept as size-1 dimensions unless axis is None.
 
     Computed in float32, without overflow or underflow of the squares. Zero for empty input.
     """
@@ -86,7 +86,7 @@ def _best_scale(x: jax.Array, fmt: Format, axis: Axis) -> jax.Array:
 
 
 def rebalance(x: Any, s: Any) -> ScaledArray:
-    """Moves a factor from data to scale, with the same value: ``data / s`` and ``scale * s``.
+    """Move a factor from data to scale, with the same value: ``data / s`` and ``scale * s``.
 
     Scaling:
         Exact for a power of two, unless data leaves the range of its format (see `ScaledArray`).
@@ -132,7 +132,7 @@ def rebalance(x: Any, s: Any) -> ScaledArray:
 def rescale(
     x: Any, strategy: RescaleStrategy = "rms", *, dtype: Any = None, axis: Axis = None
 ) -> ScaledArray:
-    """Chooses a power-of-two scale from the statistics of the data, and rebalances to it.
+    """Choose a power-of-two scale from the statistics of the data, and rebalances to it.
 
     Scaling:
         "rms" brings the RMS of data nearest to 1; "amax" brings the largest magnitude just below
@@ -173,7 +173,7 @@ def rescale(
 
 
 def as_scaled(tree: Any, scale: Any = None, dtype: Any = None, *, stack_axes: int = 0) -> Any:
-    """Replaces every floating leaf of a tree by a ScaledArray of the same value.
+    """Replace every floating leaf of a tree by a ScaledArray of the same value.
 
     Scaling:
         data = x / scale, computed in float32 and cast to ``dtype``; finite values saturate (without
@@ -241,7 +241,7 @@ def _own_scale(x: jax.Array, stack_axes: int) -> jax.Array:
 
 
 def _stacked(x: ScaledArray, stack_axes: int) -> ScaledArray:
-    """Gives each item of the stack axes a scale of its own."""
+    """Give each item of the stack axes a scale of its own."""
     block = x.block_shape
     if stack_axes and block is None:
         scale = jnp.float32(1) if x.scale is None else x.scale
@@ -257,7 +257,7 @@ def _stacked(x: ScaledArray, stack_axes: int) -> ScaledArray:
 
 
 def to_array(tree: Any, dtype: Any = None) -> Any:
-    """Replaces every ScaledArray of a tree by its value.
+    """Replace every ScaledArray of a tree by its value.
 
     Args:
         tree: pytree of arrays and ScaledArrays.
@@ -273,7 +273,7 @@ def to_array(tree: Any, dtype: Any = None) -> Any:
 
 
 def map_values(f: Callable[..., Any], *trees: Any) -> Any:
-    """Maps a function over the leaves of trees, with the value of each ScaledArray as a leaf.
+    """Map a function over the leaves of trees, with the value of each ScaledArray as a leaf.
 
     Data and scale of a ScaledArray are two leaves of a tree, so functions that work leaf by leaf
     (averages, norms and sums in `jax.tree` and optax) are wrong on them. This is the same by value.
@@ -317,12 +317,12 @@ take_as_array(ScaledArray, _plain, _plain_loss)
 
 
 def to_json(aux: Any) -> bytes:
-    """Serializes the static fields of a dataclass."""
+    """Serialize the static fields of a dataclass."""
     return json.dumps(aux).encode()
 
 
 def from_json(written: bytes) -> Any:
-    """Deserializes static fields: numbers, strings and tuples of them."""
+    """Deserialize static fields: numbers, strings and tuples of them."""
 
     def with_tuples(x: Any) -> Any:
         return tuple(map(with_tuples, x)) if isinstance(x, list) else x

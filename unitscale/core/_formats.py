@@ -31,7 +31,7 @@ Rounding = Literal["nearest", "up", "down"]
 
 
 def check_choice(owner: str, name: str, value: object, choices: Any) -> None:
-    """Raises a ValueError that suggests the nearest choice, unless a value is one of ``choices``.
+    """Raise a ValueError that suggests the nearest choice, unless a value is one of ``choices``.
 
     ``owner`` is the full name of the function or class; choices are a sequence or a Literal.
     """
@@ -149,7 +149,7 @@ def _simulated_format(exponent_bits: int, mantissa_bits: int) -> Format:
 
 
 def format_of(dtype: Any) -> Format:
-    """Returns the limits of a floating-point format.
+    """Return the limits of a floating-point format.
 
     Args:
         dtype: a Format, a floating dtype, its name, a short name (``"e4m3fn"``, ``"e5m2"``,
@@ -192,12 +192,12 @@ def is_floating(x: Any) -> bool:
 
 
 def wide_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype that values are computed in: float32, or float64 for float64."""
+    """Return the dtype that values are computed in: float32, or float64 for float64."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Converts an array to the dtype that it is computed in: float32, or float64 for float64."""
+    """Convert an array to the dtype that it is computed in: float32, or float64 for float64."""
     return lax.convert_element_type(x, wide_dtype(x.dtype))
 
 
@@ -208,7 +208,7 @@ _INFINITY, _TOP = 0x7F800000, (127 + _BIAS) << _MANTISSA_BITS  # bits of infinit
 
 
 def _bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns sign and magnitude bits of float32 or float64 numbers."""
+    """Return sign and magnitude bits of float32 or float64 numbers."""
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     magnitude = bits & np.array(np.iinfo(bits.dtype).max >> 1, bits.dtype)
     return bits ^ magnitude, magnitude
@@ -216,7 +216,7 @@ def _bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @partial(jax.jit, static_argnames="rounding", inline=True)
 def round_to_pow2(x: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
-    """Rounds the magnitude of every element to a power of two, keeping its sign.
+    """Round the magnitude of every element to a power of two, keeping its sign.
 
     Subnormal numbers round to subnormal powers of two. Zero, infinity and NaN are unchanged. A
     result above 2**127 saturates there.
@@ -246,7 +246,7 @@ def round_to_pow2(x: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
 
 @partial(jax.jit, inline=True)
 def exponent_of(x: jax.Array) -> jax.Array:
-    """Returns floor(log2(abs(x))) as int32, exactly; -150 for zero, 128 for infinity and NaN."""
+    """Return floor(log2(abs(x))) as int32, exactly; -150 for zero, 128 for infinity and NaN."""
     _, magnitude = _bits(jnp.asarray(x).astype(jnp.float32))
     exponent = (magnitude >> _MANTISSA_BITS).astype(jnp.int32) - _BIAS
     leading = 31 - lax.clz(magnitude).astype(jnp.int32)
@@ -255,7 +255,7 @@ def exponent_of(x: jax.Array) -> jax.Array:
 
 @partial(jax.jit, inline=True)
 def pow2(exponent: jax.Array) -> jax.Array:
-    """Returns 2**exponent as float32, exactly; zero below -149, infinity above 127."""
+    """Return 2**exponent as float32, exactly; zero below -149, infinity above 127."""
     exponent = jnp.asarray(exponent, jnp.int32)
     normal = jnp.clip(exponent + _BIAS, 1, 255) << _MANTISSA_BITS
     subnormal = jnp.where(exponent < -149, 0, 1 << jnp.clip(exponent + 149, 0, _MANTISSA_BITS))
@@ -263,7 +263,7 @@ def pow2(exponent: jax.Array) -> jax.Array:
 
 
 def normal_pow2(exponent: jax.Array) -> jax.Array:
-    """Returns 2**exponent as float32 for integers from -126 to 127 (unchecked).
+    """Return 2**exponent as float32 for integers from -126 to 127 (unchecked).
 
     It takes two operations, which XLA repeats where they are needed instead of storing the result.
     """
@@ -272,12 +272,12 @@ def normal_pow2(exponent: jax.Array) -> jax.Array:
 
 
 def static_pow2(x: float) -> float:
-    """Returns the power of two nearest to a positive Python number, in log2."""
+    """Return the power of two nearest to a positive Python number, in log2."""
     return 2.0 ** round(math.log2(x))
 
 
 def static_pow2_sqrt(n: int) -> float:
-    """Returns the power of two nearest to sqrt(n), in log2; 1 for n = 0.
+    """Return the power of two nearest to sqrt(n), in log2; 1 for n = 0.
 
     It is the static scale of a sum of n independent terms of unit variance (Scalify, Balanca et
     al., 2024, arXiv 2407.17353).
@@ -296,7 +296,7 @@ def is_float8(dtype: Any) -> bool:
 def encode_float8(
     x: jax.Array, fmt: Format, elsewhere: Callable[[jax.Array], jax.Array], *, infinity: bool
 ) -> jax.Array:
-    """Rounds to the nearest FP8 number (ties to even) and saturates; NaN stays NaN.
+    """Round to the nearest FP8 number (ties to even) and saturates; NaN stays NaN.
 
     XLA's CPU backend converts to FP8 at half the speed of this function, which works on the bits of
     float32 with the same result (jax 0.10.2); a program that is traced on a CPU takes it.
@@ -327,7 +327,7 @@ def encode_float8(
 
 
 def decode_float8(data: jax.Array) -> jax.Array:
-    """Converts FP8 numbers to float32; on a CPU by way of float16, which holds their bits."""
+    """Convert FP8 numbers to float32; on a CPU by way of float16, which holds their bits."""
     if jax.default_backend() != "cpu":
         return widen(data)
     code = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.uint16)
@@ -346,7 +346,7 @@ _SPREAD = 0x9E3779B9
 
 
 def rounding_noise(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Returns 32 random bits for each entry: a hash of its index and of two words of the key.
+    """Return 32 random bits for each entry: a hash of its index and of two words of the key.
 
     A tuple of two uint32 scalars in place of the key gives the words themselves.
 
@@ -370,14 +370,14 @@ def rounding_noise(key: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _carried(bits: jax.Array, noise: jax.Array, dropped: int) -> jax.Array:
-    """Adds noise below the kept bits of numbers, and clears the ``dropped`` last bits."""
+    """Add noise below the kept bits of numbers, and clears the ``dropped`` last bits."""
     size = 8 * bits.dtype.itemsize
     noise = noise.astype(bits.dtype) << (size - 32) if size > 32 else noise
     return ((bits + (noise >> (size - dropped))) >> dropped) << dropped
 
 
 def dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
-    """Rounds to a number of mantissa bits, up or down such that the mean is kept, without a key.
+    """Round to a number of mantissa bits, up or down such that the mean is kept, without a key.
 
     Use it where rounding to nearest would bias sums over many numbers. The noise is a multiple of
     the number's own bits. A later cast to a format with that many mantissa bits changes normal
@@ -411,7 +411,7 @@ def _dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
 
 
 def _clamp(x: jax.Array, fmt: Format) -> jax.Array:
-    """Clamps to the largest finite values of ``fmt``; NaN stays NaN, infinity saturates."""
+    """Clamp to the largest finite values of ``fmt``; NaN stays NaN, infinity saturates."""
     with np.errstate(over="ignore"):
         representable = float(np.float64(fmt.max).astype(x.dtype)) == fmt.max
     x = x if representable else widen(x)
@@ -423,7 +423,7 @@ def _clamp(x: jax.Array, fmt: Format) -> jax.Array:
 
 
 def _saturate(x: jax.Array, fmt: Format, is_infinite: jax.Array) -> jax.Array:
-    """Clamps finite values; infinity stays infinity, or becomes NaN in a format without it.
+    """Clamp finite values; infinity stays infinity, or becomes NaN in a format without it.
 
     Where possible the select comes before the clamp, so that a quantization ends in clamp and
     convert.
@@ -437,7 +437,7 @@ def _saturate(x: jax.Array, fmt: Format, is_infinite: jax.Array) -> jax.Array:
 
 
 def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Array:
-    """Rounds to the mantissa bits of ``fmt`` and to its subnormal steps, in the wide dtype.
+    """Round to the mantissa bits of ``fmt`` and to its subnormal steps, in the wide dtype.
 
     ``noise`` (32 random bits each) makes the rounding stochastic; None rounds to nearest, ties to
     even. Finite values may leave the range of ``fmt``.
@@ -470,7 +470,7 @@ def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Ar
 
 
 def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array:
-    """Rounds to powers of two on integers: float32 holds 2**-127 only as a subnormal number.
+    """Round to powers of two on integers: float32 holds 2**-127 only as a subnormal number.
 
     Ties go up, as in ml_dtypes. Zero and negative numbers become 2**-127 if they saturate, else
     NaN; infinity is NaN.
@@ -487,7 +487,7 @@ def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array
 
 
 def _within(fmt: Format, dtype: Any) -> Format:
-    """Returns ``fmt`` with the largest value that the dtype which keeps its values holds too."""
+    """Return ``fmt`` with the largest value that the dtype which keeps its values holds too."""
     own = format_of(dtype)
     bits = min(fmt.mantissa_bits, own.mantissa_bits) + 1
     fraction, exponent = math.frexp(min(fmt.max, own.max))
@@ -496,7 +496,7 @@ def _within(fmt: Format, dtype: Any) -> Format:
 
 
 def _convert(x: jax.Array, fmt: Format) -> jax.Array:
-    """Clamps, and rounds by XLA's own conversion."""
+    """Clamp, and rounds by XLA's own conversion."""
     if fmt.has_nan and not fmt.has_inf:
         # Infinity plus 0 times itself is NaN. In the wide dtype, as the operations around it, so
         # that XLA fuses them and drops the conversions in between.
@@ -549,7 +549,7 @@ def cast(
     key: jax.Array | None = None,
     saturate: bool = True,
 ) -> Any:
-    """Casts to a floating-point format, saturating at its largest finite value.
+    """Cast to a floating-point format, saturating at its largest finite value.
 
     Scaling:
         The scale of a ScaledArray is kept. The gradient is straight-through: the cotangent is cast
@@ -597,7 +597,7 @@ def cast(
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds to a dtype; finite values saturate in 8-bit types and narrower."""
+    """Round to a dtype; finite values saturate in 8-bit types and narrower."""
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
         return x
@@ -605,12 +605,12 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def upcast(x: Any, dtype: Any) -> Any:
-    """Returns an array or ScaledArray in a wider dtype; the cotangent saturates in 8 bits."""
+    """Return an array or ScaledArray in a wider dtype; the cotangent saturates in 8 bits."""
     return cast(x, dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
 
 
 def materialize(x: jax.Array) -> jax.Array:
-    """Forces XLA to round an array to its dtype and to keep it in that dtype.
+    """Force XLA to round an array to its dtype and to keep it in that dtype.
 
     Otherwise XLA removes a conversion to a narrow format and back, and stores the wide array.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple[Any, Any]:
-    """Makes an operator and its reflection; ``aligned`` if it brings operands to one scale."""
+    """Make an operator and its reflection; ``aligned`` if it brings operands to one scale."""
 
     def apply(self: Any, other: Any, swap: bool = False) -> Any:
         own = self.pair
@@ -32,7 +32,7 @@ def operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple
 
 
 def comparison(fn: Callable[..., jax.Array]) -> Any:
-    """Makes a comparison of values, with a plain array as its result."""
+    """Make a comparison of values, with a plain array as its result."""
 
     def compare(self: Any, other: Any) -> jax.Array:
         pair = arithmetic.operand(other, beside=(own := self.pair)[1])
@@ -42,7 +42,7 @@ def comparison(fn: Callable[..., jax.Array]) -> Any:
 
 
 def reduction(fn: Callable[..., jax.Array]) -> Any:
-    """Makes a reduction; its scale is static, and none if the scale varies along the axes."""
+    """Make a reduction; its scale is static, and none if the scale varies along the axes."""
 
     def reduce(
         self: Any, axis: Any = None, keepdims: bool = False, **options: Any
@@ -64,7 +64,7 @@ def reduction(fn: Callable[..., jax.Array]) -> Any:
 
 
 def of_value(name: str) -> Any:
-    """Makes a method that calls the method of `jax.Array` of this name on the value."""
+    """Make a method that calls the method of `jax.Array` of this name on the value."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(arithmetic.summable(self.value), name)(*args, **kwargs)
@@ -158,14 +158,14 @@ class ScaledArray:
     # -- pytree ------------------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Flattens into data and scale; whether there is a scale is part of the structure."""
+        """Flatten into data and scale; whether there is a scale is part of the structure."""
         key = jax.tree_util.GetAttrKey
         children = ((key("data"), self.data), (key("scale"), self._scale))
         return children[: 1 + self._has_scale], (self._has_scale, self._block_shape)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "ScaledArray":
-        """Rebuilds without checks: JAX unflattens placeholders too."""
+        """Rebuild without checks: JAX unflattens placeholders too."""
         has_scale, block_shape = aux
         data, scale = children if has_scale else (*children, None)
         new = object.__new__(cls)
@@ -279,11 +279,11 @@ class ScaledArray:
         return f"ScaledArray({kind}[{shape}], scale={text}{block})"
 
     def map_data(self, fn: Callable[[jax.Array], Any]) -> "ScaledArray":
-        """Returns ``fn(data)`` with the same scale; fn must keep the shape."""
+        """Return ``fn(data)`` with the same scale; fn must keep the shape."""
         return ScaledArray(fn(self.data), self.scale, block_shape=self.block_shape)
 
     def astype(self, dtype: Any) -> Any:
-        """Casts as `jax.Array.astype` does, without saturation (see `unitscale.cast`).
+        """Cast as `jax.Array.astype` does, without saturation (see `unitscale.cast`).
 
         A floating dtype is that of the result's data. Other dtypes give a plain array of values.
         """
@@ -339,7 +339,7 @@ class ScaledArray:
     # -- elements and axes: the scale moves along with the data ------------------------------
 
     def _rearrange(self, fn: Callable[..., Any]) -> "ScaledArray":
-        """Applies a rearrangement of elements to data, and to a scale that is not a scalar."""
+        """Apply a rearrangement of elements to data, and to a scale that is not a scalar."""
         data, scale = self.pair
         if scale is None or scale.size == 1:
             return ScaledArray(fn(data), arithmetic.scalar_scale(self.scale))
@@ -362,15 +362,15 @@ class ScaledArray:
         return self.value.at
 
     def reshape(self, *shape: Any) -> "ScaledArray":
-        """Returns the same elements in another shape; a scalar scale stays a scalar."""
+        """Return the same elements in another shape; a scalar scale stays a scalar."""
         return self._rearrange(lambda x: x.reshape(*shape))
 
     def squeeze(self, axis: Any = None) -> "ScaledArray":
-        """Removes axes of size 1."""
+        """Remove axes of size 1."""
         return self._rearrange(lambda x: x.squeeze(axis))
 
     def transpose(self, *axes: Any) -> "ScaledArray":
-        """Permutes the axes of data and scale; a scale per channel or block stays one."""
+        """Permute the axes of data and scale; a scale per channel or block stays one."""
         block = self.block_shape
         if block is not None:
             block = np.broadcast_to(0, block).transpose(*axes).shape  # of one number, repeated
@@ -386,7 +386,7 @@ class ScaledArray:
         return self.transpose()
 
     def swapaxes(self, axis1: int, axis2: int) -> "ScaledArray":
-        """Exchanges two axes."""
+        """Exchange two axes."""
         axes = list(range(self.data.ndim))
         axes[axis1], axes[axis2] = axes[axis2], axes[axis1]
         return self.transpose(axes)
@@ -403,7 +403,7 @@ class ScaledArray:
     var = of_value("var")
 
     def block_until_ready(self) -> "ScaledArray":
-        """Waits until data and scale are computed, and returns this array."""
+        """Wait until data and scale are computed, and returns this array."""
         return jax.block_until_ready(self)
 
 
@@ -413,12 +413,12 @@ def is_scaled(x: Any) -> "TypeIs[ScaledArray]":
 
 
 def value_of(x: Any) -> Any:
-    """Returns the value of a ScaledArray in float32 or wider; anything else as it is."""
+    """Return the value of a ScaledArray in float32 or wider; anything else as it is."""
     return widen(x.value) if is_scaled(x) else x
 
 
 def loss_value(out: Any, has_aux: bool) -> Any:
-    """Replaces a loss that is a ScaledArray by its value, for JAX to differentiate."""
+    """Replace a loss that is a ScaledArray by its value, for JAX to differentiate."""
     if not has_aux:
         return value_of(out)
     value, *aux = out  # another length is an error that JAX reports

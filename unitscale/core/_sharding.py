@@ -20,7 +20,7 @@ _ITEMS: Any = jax.make_user_context(None)
 
 @contextmanager
 def batch_over(axis_name: str | Sequence[str | int]) -> Iterator[None]:
-    """Names the mapped axes that divide the batch, while a function is traced.
+    """Name the mapped axes that divide the batch, while a function is traced.
 
     Scaling:
         Factors that contain a batch size (gradients of parameters, and losses that keep the 1/N of
@@ -62,7 +62,7 @@ def batch_over(axis_name: str | Sequence[str | int]) -> Iterator[None]:
 
 @contextmanager
 def batch_size(items: int) -> Iterator[None]:
-    """Sets the batch size that factors assume, while a function is traced.
+    """Set the batch size that factors assume, while a function is traced.
 
     Scaling:
         The gradient of a weight is scaled by (number of items)^-1/2; a mean loss keeps its 1/N out
@@ -98,17 +98,17 @@ def batch_size(items: int) -> Iterator[None]:
 
 
 def global_batch_size(items: int, *activations: jax.Array) -> int:
-    """Returns the batch size of an op, counted over all devices, or what `batch_size` set."""
+    """Return the batch size of an op, counted over all devices, or what `batch_size` set."""
     return max(items, 1) * num_batch_shards(*activations) if _ITEMS.value is None else _ITEMS.value
 
 
 def batch_size_override() -> int | None:
-    """Returns what `batch_size` set, or None."""
+    """Return what `batch_size` set, or None."""
     return _ITEMS.value
 
 
 def num_batch_shards(*activations: jax.Array) -> int:
-    """Returns the number of parts of the batch that activations are one part of, while tracing."""
+    """Return the number of parts of the batch that activations are one part of, while tracing."""
     varied = frozenset().union(*map(varying, activations))
     named = _AXES.value
     if named is None:
@@ -135,7 +135,7 @@ TENSOR_AXES = ("tensor",)
 
 
 def batch_axes(mesh: Any) -> tuple[str, ...]:
-    """Returns the axes of a mesh that divide the batch: those of `BATCH_AXES` that it has.
+    """Return the axes of a mesh that divide the batch: those of `BATCH_AXES` that it has.
 
     The order matters: on a mesh of data 2, fsdp 2, tensor 2, with the batch over ``("data",
     "fsdp")`` and matrices over ``("fsdp", "tensor")``, XLA's partitioner computes wrong gradients
@@ -145,7 +145,7 @@ def batch_axes(mesh: Any) -> tuple[str, ...]:
 
 
 def axes_size(names: Sequence[str]) -> int:
-    """Returns the product of the sizes of axes of type `Auto` in the mesh of `jax.set_mesh`."""
+    """Return the product of the sizes of axes of type `Auto` in the mesh of `jax.set_mesh`."""
     sizes = _auto_axes()
     return math.prod(sizes.get(name, 1) for name in names)
 
@@ -153,14 +153,14 @@ def axes_size(names: Sequence[str]) -> int:
 def dividing_axes(
     names: Sequence[str], sizes: Mapping[str, int], *dimensions: int
 ) -> tuple[str, ...]:
-    """Returns the axes of these names, if their product divides all dimensions; else ()."""
+    """Return the axes of these names, if their product divides all dimensions; else ()."""
     own = tuple(name for name in names if name in sizes)
     size = math.prod(sizes[name] for name in own)
     return own if all(dimension % size == 0 for dimension in dimensions) else ()
 
 
 def constrain_sharding(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
-    """Constrains the sharding of an array and of its cotangent by the names of mesh axes.
+    """Constrain the sharding of an array and of its cotangent by the names of mesh axes.
 
     Without it XLA's partitioner may move activations to the weights instead of gathering weights.
 
@@ -184,7 +184,7 @@ def constrain_sharding(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.A
 
 
 def reshard(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
-    """Reshards to the ``out_sharding`` of a call; None leaves the array as it is.
+    """Reshard to the ``out_sharding`` of a call; None leaves the array as it is.
 
     On explicit axes the cotangent is resharded back; on other axes it is a sharding constraint.
     """
@@ -197,7 +197,7 @@ def reshard(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax
 
 
 def shard_activations(x: Any) -> Any:
-    """Shards a residual stream (batch, time, ...) along the batch and context axes.
+    """Shard a residual stream (batch, time, ...) along the batch and context axes.
 
     Then weights are gathered, in the format that they are multiplied in, rather than activations.
     """

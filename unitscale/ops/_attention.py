@@ -46,7 +46,7 @@ def dot_product_attention(
     constraint: Constraint = "to_output_scale",
     implementation: Implementation | Literal["xla"] | None = "auto",
 ) -> ScaledArray:
-    """Attends from queries to keys and averages values.
+    """Attend from queries to keys and averages values.
 
     Scaling: `rules.dot_product_attention`; the scales of q and k are applied to the logits, and
     that of v is carried.
@@ -155,7 +155,7 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 
 def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    """Returns a mask with four dimensions that broadcast to (batch, heads, time, source)."""
+    """Return a mask with four dimensions that broadcast to (batch, heads, time, source)."""
     if mask is None:
         return None
     mask = jnp.asarray(mask)
@@ -171,7 +171,7 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
 
 
 def move_shards(x: jax.Array, to_heads: bool) -> jax.Array:
-    """Reshards (batch, time, heads, d) between tokens and heads by an all-to-all, as in Ulysses."""
+    """Reshard (batch, time, heads, d) between tokens and heads by an all-to-all, as in Ulysses."""
     # Constrain both sides, so that XLA does not reshard the matmuls before and after.
     steps = ((CONTEXT_AXES, TENSOR_AXES), ((), HEAD_AXES))
     for axes in steps if to_heads else reversed(steps):
@@ -180,7 +180,7 @@ def move_shards(x: jax.Array, to_heads: bool) -> jax.Array:
 
 
 def _plain(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):
-    """Computes all weights at once, in float32."""
+    """Compute all weights at once, in float32."""
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
     groups = (batch, kv_heads, heads // kv_heads, time, source)
@@ -209,7 +209,7 @@ def _plain(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, d
 
 @custom_vjp
 def _average(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Averages v; the gradient of the weights stays in float32, as float16 could overflow."""
+    """Average v; the gradient of the weights stays in float32, as float16 could overflow."""
     return jnp.einsum(
         "bkgts,bskd->btkgd", weights.astype(v.dtype), v, preferred_element_type=weights.dtype
     )

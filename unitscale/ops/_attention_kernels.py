@@ -64,7 +64,7 @@ def attend_in_chunks(
     factor: float,
     logit_scales: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """Computes attention in chunks with an online softmax, and recomputes weights backward."""
+    """Compute attention in chunks with an online softmax, and recomputes weights backward."""
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
     if not q.size or not k.size:
@@ -97,7 +97,7 @@ def attend_in_chunks(
 
 
 def _size(length: int, most: int) -> int:
-    """Returns the size of equal chunks of at most `most` that need the least padding."""
+    """Return the size of equal chunks of at most `most` that need the least padding."""
     return math.ceil(length / math.ceil(length / most))
 
 
@@ -107,7 +107,7 @@ def _padded(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def _mask_chunks(mask: jax.Array, plan: _Plan) -> jax.Array:
-    """Reshapes a mask to (batch, kv_heads, groups, time, source), padded to whole chunks."""
+    """Reshape a mask to (batch, kv_heads, groups, time, source), padded to whole chunks."""
     batch, heads, *lengths = mask.shape
     split = (1, 1) if heads == 1 else (plan.kv_heads, plan.groups)
     mask = mask.reshape(batch, *split, *lengths)
@@ -117,13 +117,13 @@ def _mask_chunks(mask: jax.Array, plan: _Plan) -> jax.Array:
 
 
 def _matmul(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
-    """Contracts an axis of each operand, head by head, into the wide dtype."""
+    """Contract an axis of each operand, head by head, into the wide dtype."""
     numbers = (((axis_a,), (axis_b,)), ((0, 1), (0, 1)))
     return lax.dot_general(a, b, numbers, preferred_element_type=wide_dtype(a.dtype))
 
 
 def _logits(plan: _Plan, i, j, q, k, mask, scales) -> jax.Array:
-    """Returns the logits of chunks i and j, -inf where a query does not see a key."""
+    """Return the logits of chunks i and j, -inf where a query does not see a key."""
     logits = _matmul(q, k, 3, 3) * plan.factor
     for scale in scales:
         logits = logits * scale
@@ -209,7 +209,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _finite(top: jax.Array) -> jax.Array:
-    """Makes the largest logit of a fully masked query finite, so that its weights are 0."""
+    """Make the largest logit of a fully masked query finite, so that its weights are 0."""
     return jnp.maximum(top, jnp.finfo(top.dtype).min)
 
 
@@ -224,7 +224,7 @@ def _put(x: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
 def attend_by_cudnn(
     q: jax.Array, k: jax.Array, v: jax.Array, is_causal: bool, factor: float
 ) -> jax.Array:
-    """Calls cuDNN's fused kernel."""
+    """Call cuDNN's fused kernel."""
     q, k, v = match_varying((q, k, v))
     # JAX's batching rule for the kernel needs all operands and the cotangent mapped: make each
     # depend on all, by a select that XLA removes.
@@ -245,7 +245,7 @@ def splash(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Calls JAX's splash kernel for TPUs, or interprets it on any device.
+    """Call JAX's splash kernel for TPUs, or interprets it on any device.
 
     Each device of a mesh has whole heads of some sequences, because the kernel does not
     communicate.
@@ -271,7 +271,7 @@ def splash(
 def _splash(
     q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool, interpret: bool
 ) -> jax.Array:
-    """Calls the kernel on (batch, heads, time, d)."""
+    """Call the kernel on (batch, heads, time, d)."""
     # Imported on TPUs only: JAX's kernels for it take a second to import.
     from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
         splash_attention_kernel as kernels,

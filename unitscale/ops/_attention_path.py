@@ -57,7 +57,7 @@ def attention_path(
     scaled: bool = False,
     implementation: Implementation | Literal["xla"] | None = "auto",
 ) -> AttentionPath:
-    """Returns the implementation that a call of `dot_product_attention` takes, and why.
+    """Return the implementation that a call of `dot_product_attention` takes, and why.
 
     "auto" selects the first of these that supports the call. The fused kernels, "cudnn" and
     "splash", support only the causal mask, no dropout, and whole heads on each device.
@@ -119,7 +119,7 @@ def attention_path(
 
 @contextmanager
 def attention_paths(implementation: Implementation = "auto") -> Iterator[list[AttentionPath]]:
-    """Records the `AttentionPath` of each call that JAX traces within the block, in a list.
+    """Record the `AttentionPath` of each call that JAX traces within the block, in a list.
 
     Args:
         implementation: overrides that of every call within the block, unless it is "auto".
@@ -139,7 +139,7 @@ def attention_paths(implementation: Implementation = "auto") -> Iterator[list[At
 
 @contextmanager
 def tracing(**changes: Any) -> Iterator[None]:
-    """Changes settings within the block, such as target="gpu" to trace as for an NVIDIA GPU."""
+    """Change settings within the block, such as target="gpu" to trace as for an NVIDIA GPU."""
     token = _TRACING.set(_TRACING.get()._replace(**changes))
     try:
         yield
@@ -148,7 +148,7 @@ def tracing(**changes: Any) -> Iterator[None]:
 
 
 def take_path(*args: Any, **kwargs: Any) -> Implementation:
-    """Returns the implementation of `attention_path`, and records it for `attention_paths`."""
+    """Return the implementation of `attention_path`, and records it for `attention_paths`."""
     path = attention_path(*args, **kwargs)
     for taken in _TRACING.get().taken:
         taken.append(path)
@@ -156,7 +156,7 @@ def take_path(*args: Any, **kwargs: Any) -> Implementation:
 
 
 def target() -> str:
-    """Returns the platform that is traced for: "cpu", "gpu", "tpu"."""
+    """Return the platform that is traced for: "cpu", "gpu", "tpu"."""
     return _TRACING.get().target or jax.default_backend()
 
 
@@ -168,7 +168,7 @@ def whole_heads(*heads: int) -> bool | None:
 
 
 def _no_gpu() -> str | None:
-    """Explains why the default backend lacks cuDNN's kernel, or returns None."""
+    """Explain why the default backend lacks cuDNN's kernel, or returns None."""
     backend = jax.extend.backend.get_backend()
     if "cuda" not in backend.platform_version:
         return f"the default backend is {backend.platform}, no NVIDIA GPU"

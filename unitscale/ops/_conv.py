@@ -34,7 +34,7 @@ def conv(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Convolves over the spatial dimensions.
+    """Convolve over the spatial dimensions.
 
     Scaling: `rules.conv`; the scales are multiplied, and the bias is added at the result's.
 
@@ -79,7 +79,7 @@ def conv_transpose(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Applies a transposed convolution, as `jax.lax.conv_transpose`.
+    """Apply a transposed convolution, as `jax.lax.conv_transpose`.
 
     Scaling: `rules.conv` with strides of 1 and an input dilation of ``strides``; scales as in
     `conv`.
@@ -97,7 +97,7 @@ def conv_transpose(
 
 
 def _convolve(op, x, kernel, bias, how, padding, groups, constraint, config, state) -> ScaledArray:
-    """Convolves with the strides and dilations ``how``."""
+    """Convolve with the strides and dilations ``how``."""
     rank = getattr(x, "ndim", 0) - 2
     data, x_scale = unpack(op, "x", x, tuple(range(1, rank + 2)))
     w, w_scale = unpack(op, "kernel", kernel, ...)
@@ -169,7 +169,7 @@ def _per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tupl
 
 
 def _sides(op: str, padding: Padding, window: Sequence[int], gaps: Sequence[int] = (1,)) -> Any:
-    """Returns padding as "SAME" or one (low, high) pair for each spatial dimension."""
+    """Return padding as "SAME" or one (low, high) pair for each spatial dimension."""
     rank, name = len(window), padding.upper() if isinstance(padding, str) else None
     transposed = op == "conv_transpose"
     if name == "CAUSAL" and rank == 1 and not transposed:
@@ -236,7 +236,7 @@ def avg_pool(
     *,
     constraint: Constraint = "to_output_scale",
 ) -> ScaledArray:
-    """Takes the mean over windows, as `flax.linen.avg_pool`, scaled to unit variance.
+    """Take the mean over windows, as `flax.linen.avg_pool`, scaled to unit variance.
 
     Scaling: `rules.avg_pool`, for independent entries; the scale is carried.
 
@@ -265,7 +265,7 @@ def max_pool(
     *,
     constraint: Constraint = "to_output_scale",
 ) -> ScaledArray:
-    """Takes the maximum over windows, as `flax.linen.max_pool`, scaled to unit variance.
+    """Take the maximum over windows, as `flax.linen.max_pool`, scaled to unit variance.
 
     Scaling: `rules.max_pool`; the scale is carried, and the mean is not removed.
 

@@ -20,7 +20,7 @@ _CUBIC = 0.044715 * _LINEAR
 
 @jax.custom_jvp
 def _gate(x: jax.Array) -> jax.Array:
-    """Returns (1 + tanh u) / 2 as the sigmoid of 2 u, which does not cancel where it is small."""
+    """Return (1 + tanh u) / 2 as the sigmoid of 2 u, which does not cancel where it is small."""
     # XLA removes the double negation.
     return lax.logistic(-(x * (-_LINEAR - _CUBIC * (x * x))))
 
@@ -63,7 +63,7 @@ def elementwise(
     mult: float = 1.0,
     constraint: Constraint = "to_output_scale",
 ) -> ScaledArray:
-    """Applies an element-wise function of your own: ``f(mult * x)``, scaled to unit variance.
+    """Apply an element-wise function of your own: ``f(mult * x)``, scaled to unit variance.
 
     Scaling: `rules.elementwise`, by quadrature; the scale of x is applied, and the result has none.
 
@@ -84,35 +84,35 @@ def elementwise(
 def gelu(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the Gaussian error linear unit in its tanh form, as `elementwise`."""
+    """Apply the Gaussian error linear unit in its tanh form, as `elementwise`."""
     return _elementwise("gelu", _gelu, x, mult, constraint)
 
 
 def silu(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the sigmoid linear unit, as `elementwise`."""
+    """Apply the sigmoid linear unit, as `elementwise`."""
     return _elementwise("silu", _silu, x, mult, constraint)
 
 
 def tanh(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the hyperbolic tangent, as `elementwise`."""
+    """Apply the hyperbolic tangent, as `elementwise`."""
     return _elementwise("tanh", jnp.tanh, x, mult, constraint)
 
 
 def sigmoid(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the logistic function, as `elementwise`."""
+    """Apply the logistic function, as `elementwise`."""
     return _elementwise("sigmoid", lax.logistic, x, mult, constraint)
 
 
 def relu(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies the rectified linear unit, as `elementwise`, but the scale is carried."""
+    """Apply the rectified linear unit, as `elementwise`, but the scale is carried."""
     data, scale = unpack("relu", "x", x)
     return ScaledArray(_elementwise("relu", jax.nn.relu, data, mult, constraint).data, scale)
 
@@ -134,7 +134,7 @@ def _glu(op, f, x, gate, mult, constraint) -> ScaledArray:
 def silu_glu(
     x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies a gated linear unit: ``x * silu(mult * gate)``, scaled to unit variance.
+    """Apply a gated linear unit: ``x * silu(mult * gate)``, scaled to unit variance.
 
     Scaling: `rules.glu`; the scale of x is carried, that of the gate applied.
 
@@ -153,14 +153,14 @@ def silu_glu(
 def gelu_glu(
     x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies a gated linear unit: ``x * gelu(mult * gate)``, as `silu_glu`."""
+    """Apply a gated linear unit: ``x * gelu(mult * gate)``, as `silu_glu`."""
     return _glu("gelu_glu", _gelu, x, gate, mult, constraint)
 
 
 def sigmoid_glu(
     x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies a gated linear unit: ``x * sigmoid(mult * gate)``, as `silu_glu`."""
+    """Apply a gated linear unit: ``x * sigmoid(mult * gate)``, as `silu_glu`."""
     return _glu("sigmoid_glu", lax.logistic, x, gate, mult, constraint)
 
 
@@ -171,7 +171,7 @@ def _softmax(axis, mult, x, scale):
 def softmax(
     x: ArrayLike, axis: int = -1, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Applies softmax over an axis, scaled to unit variance.
+    """Apply softmax over an axis, scaled to unit variance.
 
     Scaling: `rules.softmax`; the scale of x is applied, and the result has none.
 
@@ -200,7 +200,7 @@ def dropout(
     deterministic: bool = False,
     broadcast_dims: Sequence[int] = (),
 ) -> ScaledArray:
-    """Sets elements to zero at random, and keeps unit variance.
+    """Set elements to zero at random, and keeps unit variance.
 
     Scaling: `rules.dropout`; the scale is carried, and the derivative is the true one.
 

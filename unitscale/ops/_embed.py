@@ -21,7 +21,7 @@ class _Specs(NamedTuple):
 
 
 def _specs(table: jax.Array, ids: jax.Array) -> _Specs:
-    """Shards rows as their ids, and features as in the table on the remaining axes."""
+    """Shard rows as their ids, and features as in the table on the remaining axes."""
     own, places = jax.typeof(table).sharding.spec, jax.typeof(ids).sharding.spec
     if not any((*own, *places)):
         return _Specs()
@@ -54,7 +54,7 @@ _take.defvjp(_take_fwd, _take_bwd)
 
 
 def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> ScaledArray:
-    """Looks up rows of a table.
+    """Look up rows of a table.
 
     Scaling: `rules.embed`; the scale is carried. The gradient of a row is summed in float32.
 
@@ -70,7 +70,7 @@ def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> Scal
 def tied_embed(
     ids: jax.Array, table: ArrayLike, *, vocab: int | None = None
 ) -> tuple[ScaledArray, ArrayLike]:
-    """Looks up rows of a table that is also the kernel of a readout.
+    """Look up rows of a table that is also the kernel of a readout.
 
     Scaling: As `embed`. The gradient of the rows is added in place to that of the returned table.
 
@@ -89,7 +89,7 @@ def tied_embed(
 def _look_up(
     op: str, ids: jax.Array, table: ArrayLike, vocab: int | None
 ) -> tuple[jax.Array, jax.Array, float, Any]:
-    """Returns the table's data, checked ids, the gradient's factor, and the scale of the rows."""
+    """Return the table's data, checked ids, the gradient's factor, and the scale of the rows."""
     data, scale = unpack(op, "table", table)
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -139,7 +139,7 @@ _rotate.defvjp(_rotate_fwd, _rotate_bwd)
 
 
 def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> ScaledArray:
-    """Rotates pairs of features by an angle proportional to the position.
+    """Rotate pairs of features by an angle proportional to the position.
 
     Scaling: A rotation keeps variances, so every factor is 1; the scale is carried.
 

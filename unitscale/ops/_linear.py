@@ -39,7 +39,7 @@ def matmul(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Multiplies two activations: ``left @ right``.
+    """Multiply two activations: ``left @ right``.
 
     Scaling: `rules.matmul`; the scales are multiplied.
 
@@ -90,7 +90,7 @@ def matmul(
 
 
 def _own_labels(x: jax.Array, batch: str) -> tuple[str, jax.Array]:
-    """Drops leading dimensions of size 1; returns the labels of the rest, and the array."""
+    """Drop leading dimensions of size 1; returns the labels of the rest, and the array."""
     own = batch[len(batch) - (x.ndim - 2) :] if x.ndim > 2 else ""
     ones = tuple(i for i in range(x.ndim - 2) if x.shape[i] == 1)
     return "".join(c for i, c in enumerate(own) if i not in ones), jnp.squeeze(x, ones)
@@ -105,7 +105,7 @@ def dense(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Applies a dense layer: ``x @ kernel + bias``.
+    """Apply a dense layer: ``x @ kernel + bias``.
 
     Scaling: `rules.dense`, for the batch on all devices (`unitscale.batch_over`). The scales are
     multiplied, and the bias is added at the result's. Under ``config`` a scalar scale of the kernel
@@ -139,7 +139,7 @@ def readout(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Applies the layer that produces the logits: ``x @ kernel + bias``.
+    """Apply the layer that produces the logits: ``x @ kernel + bias``.
 
     Scaling: `rules.readout`; scales as in `dense`. The default constraint None is valid where the
     readout's input is a cut edge: the only path from the loss to the model.
@@ -159,7 +159,7 @@ def affine(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Implements `dense`, `readout` and the logits of `route`."""
+    """Implement `dense`, `readout` and the logits of `route`."""
     x, x_scale = unpack(op, "x", inputs, (-1,))
     w, w_scale = unpack(op, "kernel", kernel, (0,))
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
@@ -195,7 +195,7 @@ def affine(
 def add_bias(
     op: str, y: Operand, bias: ArrayLike | None, factor: float, axes: tuple[int, ...] | None = None
 ) -> ScaledArray:
-    """Adds a bias along some axes, by default the last, at the scale of the matmul's result."""
+    """Add a bias along some axes, by default the last, at the scale of the matmul's result."""
     if bias is None:
         return ScaledArray(*y)
     b, b_scale = unpack(op, "bias", bias, ...)
@@ -217,7 +217,7 @@ def einsum(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Applies a dense layer along any axes: ``jnp.einsum(subscripts, x, kernel) + bias``.
+    """Apply a dense layer along any axes: ``jnp.einsum(subscripts, x, kernel) + bias``.
 
     Scaling: `rules.dense`: contracted sizes are its input features, those of the kernel alone its
     output features, and those of ``x`` alone its batch. The scales are multiplied; one that is not
@@ -273,7 +273,7 @@ def lora(
     *,
     constraint: Constraint = "to_output_scale",
 ) -> ScaledArray:
-    """Applies a low-rank update of a dense layer: ``base + x @ a @ b``.
+    """Apply a low-rank update of a dense layer: ``base + x @ a @ b``.
 
     Scaling: `rules.lora`; the scales are multiplied. ``base`` is added with factor 1.
 

@@ -34,7 +34,7 @@ class Normalizer(NamedTuple):
 
 
 def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.Array:
-    """Returns logits times their multiplier and scale, in float32."""
+    """Return logits times their multiplier and scale, in float32."""
     return times(widen(logits) * mult, scale)
 
 
@@ -44,7 +44,7 @@ def has_sharded_classes(z: jax.Array) -> bool:
 
 
 def normalizer(z: jax.Array) -> Normalizer:
-    """Returns the normalizer of each token, so that no exponential is written to memory."""
+    """Return the normalizer of each token, so that no exponential is written to memory."""
     if has_sharded_classes(z):  # splitting the classes would exchange them between devices
         return in_two_passes(z)
     # XLA's CPU backend does not vectorize a custom reduction; two simple ones are faster there.
@@ -52,14 +52,14 @@ def normalizer(z: jax.Array) -> Normalizer:
 
 
 def in_two_passes(z: jax.Array) -> Normalizer:
-    """Computes the maximum of each row, and then the sum."""
+    """Compute the maximum of each row, and then the sum."""
     largest = jnp.max(z, axis=-1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     return Normalizer(largest, jnp.log(jnp.sum(jnp.exp(z - largest[..., None]), axis=-1)))
 
 
 def in_one_pass(z: jax.Array) -> Normalizer:
-    """Computes maximum and sum together, reading the logits once (arXiv 1805.02867, algorithm 3).
+    """Compute maximum and sum together, reading the logits once (arXiv 1805.02867, algorithm 3).
 
     Combining `_SPLITS` logits at a time leaves about one exponential per logit.
     """
@@ -85,7 +85,7 @@ def in_one_pass(z: jax.Array) -> Normalizer:
 def token_losses(
     logits: jax.Array, labels: jax.Array, norm: Normalizer, mult: float, scale: jax.Array | None
 ) -> jax.Array:
-    """Returns the cross entropy of each token; NaN for a label that is no class."""
+    """Return the cross entropy of each token; NaN for a label that is no class."""
 
     def of_labels(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, labels[..., None], axis=-1)
@@ -99,7 +99,7 @@ def token_losses(
 
 
 def without_padding(z: jax.Array, vocab: int) -> jax.Array:
-    """Gives the columns beyond the classes probability 0, by finite logits."""
+    """Give the columns beyond the classes probability 0, by finite logits."""
     least, columns = jnp.finfo(z.dtype).min, z.shape[-1]
     if columns == vocab:
         return z
@@ -118,7 +118,7 @@ def token_gradients(
     cotangent: jax.Array | None,
     mantissa_bits: int | None = None,
 ) -> jax.Array:
-    """Returns the gradients of each token's loss by its logits, in float32.
+    """Return the gradients of each token's loss by its logits, in float32.
 
     A token's gradients sum to 0. Rounding to nearest in 8 bits would bias that sum and shift all
     logits over thousands of steps, so they are dithered, given the mantissa bits of the format.
@@ -135,7 +135,7 @@ def token_gradients(
 
 
 def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reduction) -> jax.Array:
-    """Reduces the losses of tokens as `softmax_cross_entropy` returns them."""
+    """Reduce the losses of tokens as `softmax_cross_entropy` returns them."""
     if reduction == "none":
         return losses if where is None else jnp.where(where, losses, 0.0)
     if reduction == "sum":
@@ -146,12 +146,12 @@ def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reducti
 
 
 def first_reduction(reduction: Reduction) -> Reduction:
-    """Returns "sum" for a mean under `batch_size`, which `divide_by_count` then divides."""
+    """Return "sum" for a mean under `batch_size`, which `divide_by_count` then divides."""
     return "sum" if reduction == "mean" and batch_size_override() is not None else reduction
 
 
 def divide_by_count(loss: jax.Array, reduction: Reduction, count: int | jax.Array) -> jax.Array:
-    """Divides the sum of `first_reduction`; the gradient has the factor N / count."""
+    """Divide the sum of `first_reduction`; the gradient has the factor N / count."""
     if first_reduction(reduction) == reduction:
         return loss
     return scale_bwd(loss, float(batch_size_override() or 1)) / jnp.maximum(count, 1)
@@ -160,7 +160,7 @@ def divide_by_count(loss: jax.Array, reduction: Reduction, count: int | jax.Arra
 def check_labels(
     op: str, labels: Any, where: Any, reduction: str
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns labels and ``where`` as arrays of the right dtypes, or raises."""
+    """Return labels and ``where`` as arrays of the right dtypes, or raises."""
     if reduction not in get_args(Reduction):
         raise ValueError(
             f"unitscale.ops.{op}: reduction must be 'mean', 'sum' or 'none'; got {reduction!r}"
@@ -180,7 +180,7 @@ def check_labels(
 def check_token_shapes(
     op: str, labels: jax.Array, where: jax.Array | None, **operand: tuple[int, ...]
 ) -> None:
-    """Raises unless labels and ``where`` have the leading dimensions of the operand."""
+    """Raise unless labels and ``where`` have the leading dimensions of the operand."""
     ((name, shape),) = operand.items()
     shapes = operand | {"labels": labels.shape}
     shapes |= {} if where is None else {"where": where.shape}
@@ -190,7 +190,7 @@ def check_token_shapes(
 
 
 def label_columns(labels: jax.Array, vocab: int, columns: int) -> jax.Array:
-    """Returns labels as column indices, those of no class as one past the last."""
+    """Return labels as column indices, those of no class as one past the last."""
     # Small integer types cannot hold every class.
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     labels = jnp.where(labels < 0, labels + vocab, labels)
@@ -227,7 +227,7 @@ def softmax_cross_entropy(
     where: jax.Array | None = None,
     reduction: Reduction = "mean",
 ) -> jax.Array:
-    """Returns the cross entropy of integer labels under softmax(mult * logits).
+    """Return the cross entropy of integer labels under softmax(mult * logits).
 
     Scaling: `rules.softmax_cross_entropy`; the scale of the logits is applied. The value is the
     ordinary loss. Gradients omit the mean's 1/N, for N tokens on all devices
@@ -289,7 +289,7 @@ _mean_square.defvjp(_mean_square_fwd, _mean_square_bwd)
 
 
 def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
-    """Returns the mean squared error.
+    """Return the mean squared error.
 
     Scaling: `rules.mse_loss`; the scales are applied. The value is the ordinary loss. Gradients
     omit the mean's 1/N, as in `softmax_cross_entropy`.

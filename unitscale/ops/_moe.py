@@ -45,7 +45,7 @@ class Groups:
     groups: int
 
     def of_rows(self, count: int) -> jax.Array:
-        """Returns the group of each of ``count`` rows; one past the last for rows of none."""
+        """Return the group of each of ``count`` rows; one past the last for rows of none."""
         return group_of(self.sizes, jnp.arange(count))
 
 
@@ -59,7 +59,7 @@ def grouped_dense(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Applies a dense layer with a kernel for each group of rows.
+    """Apply a dense layer with a kernel for each group of rows.
 
     Scaling: `rules.grouped_dense`; scales as in `dense`.
 
@@ -144,7 +144,7 @@ class Routing:
         return jax.nn.softmax(self.logits * self.mult)
 
     def load_balancing_loss(self) -> jax.Array:
-        """Returns the load-balancing loss, which is 1 for equally loaded experts.
+        """Return the load-balancing loss, which is 1 for equally loaded experts.
 
         Scaling: ``experts * sum(f * P)`` for the share of tokens f and mean probability P of each
         expert; the gradient is by P alone, without 1/N as in `softmax_cross_entropy`.
@@ -160,7 +160,7 @@ class Routing:
         return count * jnp.sum(shares * jnp.mean(probabilities, 0))
 
     def z_loss(self) -> jax.Array:
-        """Returns the mean square of logsumexp(logits), which keeps logits small.
+        """Return the mean square of logsumexp(logits), which keeps logits small.
 
         Scaling: As `load_balancing_loss`.
 
@@ -170,7 +170,7 @@ class Routing:
         return jnp.mean(jax.nn.logsumexp(self._summed_logits() * self.mult, axis=-1) ** 2)
 
     def _summed_logits(self) -> jax.Array:
-        """Returns the logits; a mean over tokens gets the gradient of a sum."""
+        """Return the logits; a mean over tokens gets the gradient of a sum."""
         return scale_bwd(self.logits, float(self.logits.shape[0] * self.shards))
 
 
@@ -183,7 +183,7 @@ def route(
     renormalize: bool = True,
     out_features: int | None = None,
 ) -> Routing:
-    """Chooses the experts of each token, by the largest logits ``x @ kernel``.
+    """Choose the experts of each token, by the largest logits ``x @ kernel``.
 
     Scaling: `rules.router`, in float32; the scales are applied. A gate is an entry of the softmax,
     over the chosen experts if ``renormalize``, with the true gradient.
@@ -273,7 +273,7 @@ def mixture(
     *,
     expert_axis: str = "expert",
 ) -> ScaledArray:
-    """Applies the chosen experts to each token, and adds their weighted results.
+    """Apply the chosen experts to each token, and adds their weighted results.
 
     Scaling: `rules.mixture`; the scale of x goes to ``fn``, and that of its result is carried.
     Gradients inside ``fn`` are unit; those of ``x`` and of the gates are the true ones.
@@ -341,7 +341,7 @@ _attach.defvjp(
 
 
 def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
-    """Returns ``x``, and adds the gradient of ``weight * loss`` in the backward pass.
+    """Return ``x``, and adds the gradient of ``weight * loss`` in the backward pass.
 
     Args:
         x: operand between the parameters of ``loss`` and the model's loss.
@@ -359,7 +359,7 @@ def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
 
 
 def token_rows(x: jax.Array) -> jax.Array:
-    """Reshapes (..., features) to (tokens, features), keeping the first dimension's sharding."""
+    """Reshape (..., features) to (tokens, features), keeping the first dimension's sharding."""
     own = jax.typeof(x).sharding
     kept = own.spec[:1] if x.ndim > 1 else ()
     if any(own.spec[len(kept) :]):
@@ -368,7 +368,7 @@ def token_rows(x: jax.Array) -> jax.Array:
 
 
 def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
-    """Shards the tokens of (..., out) over explicit axes as those of ``x``, (..., in)."""
+    """Shard the tokens of (..., out) over explicit axes as those of ``x``, (..., in)."""
     own = jax.typeof(x).sharding
     spec = PartitionSpec(*own.spec[:-1], None)
     return y if not any(spec) else jax.sharding.reshard(y, NamedSharding(own.mesh, spec))
@@ -409,7 +409,7 @@ class ExpertDevices(NamedTuple):
         return cls(axis, size, manual, experts, frozenset(mesh.explicit_axes), tokens)
 
     def map(self, run: Callable[..., Any], *args: Any) -> tuple[jax.Array, Any]:
-        """Returns ``run(x, scale, gates, chosen, params)``, on each device for its own experts."""
+        """Return ``run(x, scale, gates, chosen, params)``, on each device for its own experts."""
         by_expert = {self.axis} if self.size > 1 and not self.manual else set()
         names = by_expert | self.explicit
         if not names:
@@ -431,19 +431,19 @@ class ExpertDevices(NamedTuple):
         return jax.shard_map(run, in_specs=specs, out_specs=(rows, whole), axis_names=names)(*args)
 
     def own_experts(self, chosen: jax.Array) -> tuple[jax.Array, int]:
-        """Returns indices among this device's own experts, and their number, for all others."""
+        """Return indices among this device's own experts, and their number, for all others."""
         count = self.experts // self.size
         own = chosen - (lax.axis_index(self.axis) * count if self.size > 1 else 0)
         return jnp.where((own >= 0) & (own < count), own, count), count
 
     def vary(self, x: jax.Array) -> jax.Array:
-        """Marks tokens as varying over devices, to sum their gradients in float32."""
+        """Mark tokens as varying over devices, to sum their gradients in float32."""
         if self.size == 1:
             return x
         return lax.pcast(widen(x), self.axis, to="varying").astype(x.dtype)
 
     def sum(self, y: jax.Array, scale: Any, dtype: Any) -> tuple[jax.Array, Any]:
-        """Sums the results of all devices, at their largest scale."""
+        """Sum the results of all devices, at their largest scale."""
         if self.size == 1:
             return y, scale
         if scale is not None:

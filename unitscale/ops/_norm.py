@@ -30,7 +30,7 @@ class _How(NamedTuple):
     groups: int | None = None  # the last axis is split into so many before `axes` are averaged
 
     def split(self, x: jax.Array) -> jax.Array:
-        """Returns (..., groups, features / groups)."""
+        """Return (..., groups, features / groups)."""
         if self.groups is None:
             return x
         return x.reshape(*x.shape[:-1], self.groups, x.shape[-1] // self.groups)
@@ -41,7 +41,7 @@ class _How(NamedTuple):
 
 @partial(custom_vjp, nondiff_argnums=(0, 1, 2))
 def _normalized(how, factors, out_dtype, x, affine, constants):
-    """Normalizes in float32; ``constants`` are the scales of x, gain and bias."""
+    """Normalize in float32; ``constants`` are the scales of x, gain and bias."""
     return _normalized_fwd(how, factors, out_dtype, x, affine, constants)[0]
 
 
@@ -91,7 +91,7 @@ def _apply(how: _How, x: jax.Array, statistics: tuple[Any, jax.Array]) -> jax.Ar
 
 
 def _statistics(how: _How, x: jax.Array, scale: jax.Array | None) -> tuple[Any, jax.Array]:
-    """Returns mean and inverse root, behind a barrier so that XLA computes them once."""
+    """Return mean and inverse root, behind a barrier so that XLA computes them once."""
     mean, wide = None, widen(x)
     if how.groups is not None and scale is not None and scale.ndim:
         scale = scale[..., None]
@@ -111,7 +111,7 @@ def _statistics(how: _How, x: jax.Array, scale: jax.Array | None) -> tuple[Any, 
 
 
 def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax.Array:
-    """Returns (square + eps / scale^2)^-1/2, as the value itself could leave float32's range."""
+    """Return (square + eps / scale^2)^-1/2, as the value itself could leave float32's range."""
     root = math.sqrt(eps)
     if scale is None and root > 2.0**-40:
         return lax.rsqrt(square + square.dtype.type(root) ** 2)
@@ -126,7 +126,7 @@ def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax
 
 
 def _norm(op, x, gain, bias, how, uniform=(-1,), given=()) -> ScaledArray:
-    """Normalizes with the statistics of ``x``, or with given ones."""
+    """Normalize with the statistics of ``x``, or with given ones."""
     data, scale = unpack(op, "x", x, uniform)
     if not how.eps >= 0:
         raise ValueError(f"unitscale.ops.{op}: eps must not be negative; got {how.eps!r}")
@@ -178,7 +178,7 @@ def _rank(op: str, x: ArrayLike, least: int, expected: str) -> int:
 def layer_norm(
     x: ArrayLike, gain: ArrayLike | None = None, bias: ArrayLike | None = None, *, eps: float = 1e-6
 ) -> ScaledArray:
-    """Normalizes the last axis to mean 0 and variance 1.
+    """Normalize the last axis to mean 0 and variance 1.
 
     Scaling: `rules.norm`; the scale of x is dropped, eps being divided by its square.
 
@@ -200,7 +200,7 @@ def layer_norm(
 
 
 def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) -> ScaledArray:
-    """Normalizes the last axis to RMS 1.
+    """Normalize the last axis to RMS 1.
 
     Scaling: As `layer_norm`.
 
@@ -221,7 +221,7 @@ def group_norm(
     num_groups: int,
     eps: float = 1e-6,
 ) -> ScaledArray:
-    """Normalizes each group of channels, over all positions, to mean 0 and variance 1.
+    """Normalize each group of channels, over all positions, to mean 0 and variance 1.
 
     Scaling: As `layer_norm`.
 
@@ -250,7 +250,7 @@ def batch_norm(
     statistics: tuple[jax.Array, jax.Array] | None = None,
     eps: float = 1e-5,
 ) -> ScaledArray:
-    """Normalizes each feature, over all other axes, to mean 0 and variance 1.
+    """Normalize each feature, over all other axes, to mean 0 and variance 1.
 
     Scaling: As `layer_norm`.
 
@@ -270,7 +270,7 @@ def batch_norm(
 
 
 def batch_statistics(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance of each feature over all other axes, float32 (features,)."""
+    """Return mean and variance of each feature over all other axes, float32 (features,)."""
     rows = tuple(range(_rank("batch_statistics", x, 2, "(..., features)") - 1))
     data, scale = unpack("batch_statistics", "x", x, rows)
     wide = lax.stop_gradient(widen(data))

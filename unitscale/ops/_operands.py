@@ -40,7 +40,7 @@ Operand: TypeAlias = tuple[jax.Array, Scale]
 def unpack(
     op: str, name: str, x: Any, uniform: tuple[int, ...] | EllipsisType | None = None
 ) -> Operand:
-    """Returns data and scale of an operand, the scale made constant along the axes ``uniform``.
+    """Return data and scale of an operand, the scale made constant along the axes ``uniform``.
 
     The rest of a scale that varies along them is multiplied into the data. ``...`` is all axes.
     """
@@ -71,35 +71,35 @@ def unpack(
 
 
 def multiply_scales(data: jax.Array, left: Scale, right: Scale) -> Operand:
-    """Multiplies scales; the part beyond float32's normal numbers is multiplied into the data."""
+    """Multiply scales; the part beyond float32's normal numbers is multiplied into the data."""
     scale, rest = bounded_product(left, right)
     return data if isinstance(rest, int) else narrow(widen(data) * rest, data.dtype), scale
 
 
 def output_dtype(*operands: Any) -> Any:
-    """Returns the promoted dtype of operands, 8-bit data counting as bfloat16."""
+    """Return the promoted dtype of operands, 8-bit data counting as bfloat16."""
     arrays = (x.data if isinstance(x, ScaledArray) else jnp.asarray(x) for x in operands)
     return result_dtype(*arrays)
 
 
 def scale_argument(scale: Scale) -> jax.Array | None:
-    """Returns a scale as a constant for `wide_op`: a float array, or None."""
+    """Return a scale as a constant for `wide_op`: a float array, or None."""
     return None if scale is None else to_float(scale)
 
 
 def times(x: Any, factor: Any) -> jax.Array:
-    """Multiplies, except by None and by the number 1."""
+    """Multiply, except by None and by the number 1."""
     return x if factor is None or (isinstance(factor, float) and factor == 1) else x * factor
 
 
 def num_sharing(x: jax.Array, other: jax.Array, is_broadcast: bool) -> int:
-    """Returns over how many shards of the batch the gradient of ``x`` is summed."""
+    """Return over how many shards of the batch the gradient of ``x`` is summed."""
     shards = num_batch_shards(x, other)
     return shards if is_broadcast else shards // num_batch_shards(x)
 
 
 def broadcast_shapes(op: str, expected: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape that shapes broadcast to, or raises."""
+    """Return the shape that shapes broadcast to, or raises."""
     try:
         return jnp.broadcast_shapes(*shapes.values())
     except ValueError:
@@ -113,7 +113,7 @@ def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 def shape_error(op: str, expected: str, hint: str = "", /, **shapes: tuple[int, ...]) -> ValueError:
-    """Builds the error for operands whose shapes do not fit."""
+    """Build the error for operands whose shapes do not fit."""
     got = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
     return ValueError(f"unitscale.ops.{op}: {expected}; got {got}. {hint}".rstrip())
 
@@ -148,7 +148,7 @@ def wide_op(
     constants: tuple[Any, ...] = (),
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Computes ``f(*static, *args, *constants)`` in float32, times the factors, and rounds once.
+    """Compute ``f(*static, *args, *constants)`` in float32, times the factors, and rounds once.
 
     The backward pass recomputes the function from the narrow operands. ``constants`` have no
     gradient. The result has by default the dtype of the first of ``args``.
@@ -196,7 +196,7 @@ def combine(
     scale: Scale | str = "left",
     out: Any = None,
 ) -> ScaledArray:
-    """Returns the weighted sum of two operands, with a backward factor for each.
+    """Return the weighted sum of two operands, with a backward factor for each.
 
     data = sum of weights[i] * x[i].data * (x[i].scale / scale) in float32, rounded once;
     dx[i] = bwd[i] * (x[i].scale / scale) * dy. Weights may be arrays.
@@ -220,7 +220,7 @@ def combine(
 
 
 def _in_order(fn, floats, count, *args):
-    """Calls ``fn`` with its floating arguments first in ``args``, and the others after them."""
+    """Call ``fn`` with its floating arguments first in ``args``, and the others after them."""
     order = (*floats, *(i for i in range(count) if i not in floats))
     by_position = dict(zip(order, args, strict=True))
     return fn(*(by_position[i] for i in range(count)))
@@ -243,7 +243,7 @@ class UnitScaled:
     is_loss: bool
 
     def __call__(self, *args: Any) -> Any:
-        """Returns ``fwd * fn(*args)``: a ScaledArray without a scale, or a scalar for a loss."""
+        """Return ``fwd * fn(*args)``: a ScaledArray without a scale, or a scalar for a loss."""
         values = [x.value if is_scaled(x) else jnp.asarray(x) for x in args]
         floating = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.floating)]
         if tuple(floating) != self.floats:
@@ -271,7 +271,7 @@ def unit_scaled(
     cut: Sequence[int] = (),
     seeds: int = 32,
 ) -> UnitScaled:
-    """Makes a unit-scaled op of any function, with factors found by simulation.
+    """Make a unit-scaled op of any function, with factors found by simulation.
 
     Scaling: `rules.closed_form` if a rule is known, else `rules.simulate`, for the shapes of the
     example. Arguments in ``cut`` keep their own backward factors, the others share one with the

@@ -85,7 +85,7 @@ class _Shared(NamedTuple):
 def _chunk(
     matmul: Multiplier, shared: _Shared, rows: _Rows, how: _Statics
 ) -> tuple[jax.Array, Callable[[jax.Array | None], tuple[Any, ...]]]:
-    """Returns the losses of a chunk, and a function from their cotangents to gradients."""
+    """Return the losses of a chunk, and a function from their cotangents to gradients."""
     y, part = matmul(rows.x)
     scale, rest = bounded_product(shared.x_scale, shared.scale)
 
@@ -106,7 +106,7 @@ def _chunk(
 
 
 def _mantissa_bits(config: MatmulConfig | None) -> int | None:
-    """Returns the mantissa bits of the 8-bit format of cotangents, or None."""
+    """Return the mantissa bits of the 8-bit format of cotangents, or None."""
     bits = None if config is None else format_of(config.cotangent).mantissa_bits
     return bits if bits is not None and bits < format_of("bfloat16").mantissa_bits else None
 
@@ -114,7 +114,7 @@ def _mantissa_bits(config: MatmulConfig | None) -> int | None:
 def _evaluate(
     rows: _Rows, shared: _Shared, how: _Statics, with_gradients: bool
 ) -> tuple[jax.Array, Any, Any, Any]:
-    """Returns losses and gradients by x of all tokens, and gradients by kernel and state."""
+    """Return losses and gradients by x of all tokens, and gradients by kernel and state."""
     # Where tokens are sharded, each device holds all that its tokens are multiplied by.
     columns = TENSOR_AXES if axes_size(TENSOR_AXES) > 1 else ()
     matmul = Multiplier(
@@ -149,7 +149,7 @@ def _cross_entropy(rows: _Rows, shared: _Shared, how: _Statics) -> jax.Array:
 
 
 def _fwd(rows: _Rows, shared: _Shared, how: _Statics):
-    """Computes the gradients of a sum or mean in the forward pass, while a chunk's logits exist."""
+    """Compute the gradients of a sum or mean in the forward pass, while a chunk's logits exist."""
     # The cotangents of reduction "none" come too late: it computes the logits again.
     if how.reduction == "none":
         return _cross_entropy(rows, shared, how), (rows, shared)
@@ -190,7 +190,7 @@ def readout_cross_entropy(
     state: QuantState | None = None,
     logits_dtype: Any = None,
 ) -> jax.Array:
-    """Returns the cross entropy of labels under the logits of a readout, chunk by chunk.
+    """Return the cross entropy of labels under the logits of a readout, chunk by chunk.
 
     Scaling: As `softmax_cross_entropy` of `readout`, up to the order of sums. Amax statistics are
     those of a chunk. Gradients of logits in 8 bits are dithered, so that a token's still sum to 0.
@@ -282,7 +282,7 @@ def readout_cross_entropy(
 
 
 def _num_chunks(tokens: int, columns: int, chunk_size: int | None, x: jax.Array) -> int:
-    """Returns the number of chunks; by default a power of two, which divides most batches."""
+    """Return the number of chunks; by default a power of two, which divides most batches."""
     if chunk_size is not None:
         return max(-(-tokens // chunk_size), 1)
     sharding = jax.typeof(x).sharding
@@ -294,7 +294,7 @@ def _num_chunks(tokens: int, columns: int, chunk_size: int | None, x: jax.Array)
 
 
 def token_axes(lead: tuple[int, ...]) -> tuple[str, ...]:
-    """Returns the mesh axes that shard the tokens of `join_tokens`."""
+    """Return the mesh axes that shard the tokens of `join_tokens`."""
     return BATCH_AXES if _sequence_shards(lead) == 1 else (*CONTEXT_AXES, *BATCH_AXES)
 
 
@@ -304,7 +304,7 @@ def _sequence_shards(lead: tuple[int, ...]) -> int:
 
 
 def join_tokens(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Reshapes (*lead, ...) to (tokens, ...), the tokens of each device together."""
+    """Reshape (*lead, ...) to (tokens, ...), the tokens of each device together."""
     # XLA cannot shard a dimension merged into an earlier one, so shards of sequences come first.
     shards, rest = _sequence_shards(lead), x.shape[len(lead) :]
     if shards > 1:
@@ -313,7 +313,7 @@ def join_tokens(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 
 
 def split_tokens(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Inverts `join_tokens`."""
+    """Invert `join_tokens`."""
     shards, rest = _sequence_shards(lead), x.shape[1:]
     if shards > 1:
         x = jnp.swapaxes(x.reshape(shards, lead[0], lead[1] // shards, *rest), 0, 1)
@@ -324,7 +324,7 @@ _Body = Callable[[Any], tuple[Any, Any]]
 
 
 def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BATCH_AXES) -> Any:
-    """Applies ``body`` to chunks of rows; sums its first results and joins its second ones.
+    """Apply ``body`` to chunks of rows; sums its first results and joins its second ones.
 
     Each device of the mesh axes ``axes`` keeps its own sum, to communicate once, not per chunk.
     """
@@ -348,7 +348,7 @@ def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BAT
 
 
 def _scan_chunks(body: _Body, rows: Any, chunks: int, axis: int) -> Any:
-    """Scans over chunks of interleaved tokens, so that each chunk has tokens of every device."""
+    """Scan over chunks of interleaved tokens, so that each chunk has tokens of every device."""
     tokens = jax.tree.leaves(rows)[0].shape[axis]
 
     def split(x: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ def gated_update(
     reset: bool = False,
     period: int = 1,
 ) -> ScaledArray:
-    """Moves a state towards a candidate: the convex combination of a GRU or a highway layer.
+    """Move a state towards a candidate: the convex combination of a GRU or a highway layer.
 
     Scaling: s * state + (1 - s) * weight * candidate with s = sigmoid(gate) and the weight of
     `rules.gated_update`. Scales are applied, and every gradient is the true one.
@@ -70,7 +70,7 @@ def gated_sum(
     *,
     share: float = 0.5,
 ) -> ScaledArray:
-    """Adds a candidate to a state, each through a gate of its own: the cell state of an LSTM.
+    """Add a candidate to a state, each through a gate of its own: the cell state of an LSTM.
 
     Scaling: sigmoid(forget) * state + sigmoid(input_gate) * weight * candidate with the weight of
     `rules.gated_sum`. Scales are applied, and every gradient is the true one.
@@ -82,7 +82,7 @@ def gated_sum(
 
 
 def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
-    """Applies the gates of a GRU, and returns the new state (..., features).
+    """Apply the gates of a GRU, and returns the new state (..., features).
 
     ``x`` and ``h`` are projections of input and state (..., 3 features): r, z, n.
 
@@ -96,7 +96,7 @@ def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
 
 
 def lstm(cell: ArrayLike, x: ArrayLike, h: ArrayLike) -> tuple[ScaledArray, ScaledArray]:
-    """Applies the gates of an LSTM, and returns ``(cell, hidden)``, each (..., features).
+    """Apply the gates of an LSTM, and returns ``(cell, hidden)``, each (..., features).
 
     ``x`` and ``h`` are projections of input and hidden state (..., 4 features): i, f, g, o.
 
@@ -112,7 +112,7 @@ def lstm(cell: ArrayLike, x: ArrayLike, h: ArrayLike) -> tuple[ScaledArray, Scal
 def highway(
     state: ArrayLike, h: ArrayLike, x: ArrayLike | None = None, *, depth: int = 1
 ) -> ScaledArray:
-    """Applies the gates of one layer of a recurrent highway cell, and returns the new state.
+    """Apply the gates of one layer of a recurrent highway cell, and returns the new state.
 
     Scaling: `gated_update` of tanh(n) by z, where z and n are the sums of the two projections, or
     the state's alone; the transform gate is 1 - sigmoid(z).
@@ -139,7 +139,7 @@ def simple_rnn(
     activation: Callable[[jax.Array], jax.Array] = jnp.tanh,
     residual: bool = False,
 ) -> ScaledArray:
-    """Applies the activation of a simple recurrent network, and returns the new state.
+    """Apply the activation of a simple recurrent network, and returns the new state.
 
     Scaling: elementwise(activation, (x + h) / 2^1/2), or of (x + h + state) / 3^1/2 if residual;
     unit for an odd activation such as tanh. Every gradient is the true one.
@@ -163,7 +163,7 @@ def simple_rnn(
 
 
 def _split(op: str, state: ArrayLike, name: str, x: ArrayLike, count: int) -> list[ScaledArray]:
-    """Splits the last axis into equal parts, one for each gate."""
+    """Split the last axis into equal parts, one for each gate."""
     data, scale = unpack(op, name, x)
     size, times = state.shape[-1], f"{count} * " if count > 1 else ""
     if data.shape != (*state.shape[:-1], count * size):

@@ -31,7 +31,7 @@ _NUMBER = int, float, np.integer, np.floating
 def add(
     x: ArrayLike | float, y: ArrayLike | float, *, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Adds two independent activations.
+    """Add two independent activations.
 
     Scaling: `rules.add`. The result has the common scale sqrt(sx^2 + sy^2), rounded to a power of
     two. A Python or NumPy number is added as it is, and changes neither scale nor gradient.
@@ -65,7 +65,7 @@ def add(
 def weighted_add(
     x: ArrayLike, y: ArrayLike, *, weights: Sequence[float] = (1.0, 1.0)
 ) -> ScaledArray:
-    """Adds two independent activations with static weights.
+    """Add two independent activations with static weights.
 
     Scaling: `rules.weighted_add`: (w0 * x + w1 * y) / sqrt(w0^2 + w1^2) at the common scale of
     `add`, with the true derivative.
@@ -82,14 +82,14 @@ def weighted_add(
 
 
 def _aligned(left: Operand, right: Operand, weights: Any, bwd: Any, out: Any = None) -> ScaledArray:
-    """Combines two operands at their common scale."""
+    """Combine two operands at their common scale."""
     out = result_dtype(left[0], right[0]) if out is None else out
     scale = common_scale(left[1], right[1])
     return combine(left, right, weights=weights, bwd=bwd, scale=scale, out=out)
 
 
 def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
-    """Splits a stream into the input of a residual branch and the skip connection.
+    """Split a stream into the input of a residual branch and the skip connection.
 
     Scaling: `rules.residual`. The weights of `residual_add` multiply the gradients here instead, so
     that gradients inside the branch are unit scaled.
@@ -109,7 +109,7 @@ def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
 
 
 def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
-    """Adds a residual branch to its skip connection.
+    """Add a residual branch to its skip connection.
 
     Scaling: `rules.residual`: (tau * branch + skip) / (1 + tau^2)^1/2 at the common scale of `add`;
     the identity backward. Shapes must agree, and the result has the dtype of ``skip``.
@@ -125,7 +125,7 @@ def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
 
 
 def residual(fn: Callable[[ScaledArray], Any], x: ArrayLike, tau: Tau) -> ScaledArray:
-    """Applies a residual branch: ``(tau * fn(x) + x) / (1 + tau^2)^1/2``.
+    """Apply a residual branch: ``(tau * fn(x) + x) / (1 + tau^2)^1/2``.
 
     Scaling: `residual_split`, ``fn``, `residual_add`.
     """
@@ -156,7 +156,7 @@ def _multiply_gradient(x: ScaledArray, factor: Any) -> ScaledArray:
 
 
 def fan_out(x: ArrayLike, count: int) -> tuple[ScaledArray, ...]:
-    """Gives one activation to several matmuls, such as those of query, key and value.
+    """Give one activation to several matmuls, such as those of query, key and value.
 
     Scaling: Identities. Gradients are added in the order of the outputs, so that XLA accumulates
     them inside the matmuls (cuBLAS's beta term).

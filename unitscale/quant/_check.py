@@ -39,7 +39,7 @@ class HloInstruction:
 
     @functools.cached_property
     def calls(self) -> tuple[str, ...]:
-        """Names of the computations that it runs."""
+        """Name of the computations that it runs."""
         one = re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", self.attributes)
         branches = _found(r"branch_computations=\{([^}]*)\}", self.attributes)
         return (*one, *re.findall(r"[\w.\-]+", branches))
