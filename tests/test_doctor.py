@@ -48,7 +48,7 @@ def test_a_machine_in_order() -> None:
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    for words in (f"jax {jax.__version__}", "right, in wider arithmetic", "All checks passed."):
+    for words in (f"jax {jax.__version__}", "correct, in wider arithmetic", "All checks passed."):
         assert words in ran.stdout
 
 
@@ -83,7 +83,7 @@ def test_a_gpu_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "check_fp8", lambda program: empty)
     _, finding = doctor._devices()
     assert finding.failed
-    assert "right, but not an FP8 kernel" in finding.text
+    assert "correct, but not an FP8 kernel" in finding.text
     assert "jax[cuda13]" in finding.todo
 
 

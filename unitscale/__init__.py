@@ -1,18 +1,18 @@
 """Train neural networks in 16-bit and 8-bit floating point without loss scaling, in JAX.
 
-The parts, from the bottom up, each a package to import by name:
+The packages, lowest layer first. Import them by name, for example ``from unitscale import nn``:
 
-- `unitscale.core`: `ScaledArray`, formats, exact powers of two, saturating casts.
-- `unitscale.rules`: the static scaling factors, each with its source.
+- `unitscale.core`: `ScaledArray`, number formats, exact powers of two, saturating casts.
+- `unitscale.rules`: the formulas of the static scaling factors, with their sources.
 - `unitscale.quant`: quantized matmuls.
 - `unitscale.ops`: unit-scaled operations on arrays, for any layer library.
 - `unitscale.nn`: layers for Flax NNX.
-- `unitscale.transforms`: `scalify`, scale propagation through any JAX program.
-- `unitscale.optim`: weights and moments of optax in 16 and 8 bits, u-muP learning rates.
-- `unitscale.parallel`: gradients and weights exchanged in FP8 between devices.
+- `unitscale.transforms`: `scalify`, which adds scales to every array of a JAX program.
+- `unitscale.optim`: 16-bit and 8-bit weights and moments for optax, u-muP learning rates.
+- `unitscale.parallel`: exchange of gradients and weights between devices in FP8.
 - `unitscale.analysis`: cut edges, gradient checks, statistics of every value, fitted factors.
 
-`python -m unitscale.doctor` checks versions, devices and FP8 matmuls of a machine.
+`python -m unitscale.doctor` checks the versions, devices and FP8 matmuls of your machine.
 
 Example:
     >>> import jax.numpy as jnp

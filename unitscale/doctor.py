@@ -16,11 +16,11 @@ from . import __version__
 from .quant import Dynamic, MatmulConfig, check_fp8, dot_general
 
 EXTRAS = ("recipes", "hf", "libraries", "notebooks")
-SHAPES = ((128, 256), (256, 128))  # of the FP8 matmul's operands
+SHAPES = ((128, 256), (256, 128))  # operands of the FP8 matmul
 
 
 class Finding(NamedTuple):
-    """One line of the report: its section, text, whether a check failed, and what to do."""
+    """One line of the report: section, text, whether the check failed, and how to fix it."""
 
     section: str
     text: str
@@ -29,7 +29,7 @@ class Finding(NamedTuple):
 
 
 def _requirements(extra: str = "") -> Iterator[tuple[str, str, str]]:
-    """Name, installed version ("" if none) and least version of what unitscale requires."""
+    """Yield name, installed version ("" if none) and minimum version of each requirement."""
     found = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
     for line in (metadata.requires("unitscale") or []) if "unitscale" in found else []:
         pattern = r"([\w.-]+)(?:.*?>=\s*([\d.]+))?(?:.*extra == ['\"]([\w-]+))?"
@@ -66,17 +66,17 @@ def _devices() -> Iterator[Finding]:
 
 
 def fp8_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply float32 matrices in E4M3, with scales found at run time."""
+    """Multiply float32 matrices in E4M3, with dynamic scales."""
     return dot_general(MatmulConfig(strategy=Dynamic()))(x, w, (((1,), (0,)), ((), ())))
 
 
 def _has_kernels(device: Any) -> bool:
-    """Return whether a device is an NVIDIA GPU with FP8 kernels."""
+    """Return whether a device is an NVIDIA GPU that has FP8 kernels."""
     return "cuda" in device.client.platform_version and float(device.compute_capability) >= 8.9
 
 
 def _check_matmul(device: Any) -> tuple[str, str]:
-    """Compare an FP8 matmul of numbers that E4M3 represents exactly with float64."""
+    """Compare an FP8 matmul with float64, on inputs that E4M3 represents exactly."""
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape).astype(jnp.float8_e4m3fn).astype(float) for shape in SHAPES)
     try:
@@ -86,16 +86,16 @@ def _check_matmul(device: Any) -> tuple[str, str]:
     except RuntimeError as error:
         return f"failed: {str(error).splitlines()[0]}", "check the device, its driver and versions"
     worst = float(np.max(np.abs(found - x @ w) / (np.abs(x) @ np.abs(w))))
-    allowed = SHAPES[0][1] / 32 * 2.0**-13  # FP8 kernels may add 32 terms at a time in 13 bits
+    allowed = SHAPES[0][1] / 32 * 2.0**-13  # FP8 kernels may sum 32 terms at a time with 13 bits
     if not worst <= allowed:
         text = f"wrong: relative error {worst:.1g}, expected at most {allowed:.1g}"
         return text, "do not train on this device; check its driver and versions"
     if not _has_kernels(device):
-        return "right, in wider arithmetic: no FP8 kernels are known for this device", ""
+        return "correct, in wider arithmetic: no FP8 kernels are known for this device", ""
     if fp8 := check_fp8(program):
-        return "right, in an FP8 kernel", ""
+        return "correct, in an FP8 kernel", ""
     why = "; ".join(map(str, fp8.matmuls))
-    return f"right, but not an FP8 kernel: {why}", 'pip install -U "jax[cuda13]"'
+    return f"correct, but not an FP8 kernel: {why}", 'pip install -U "jax[cuda13]"'
 
 
 def _extras() -> Iterator[Finding]:
@@ -108,7 +108,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def report(findings: list[Finding]) -> str:
-    """Return findings as text, followed by what to do."""
+    """Return the findings as text, followed by what to do about failures."""
     lines = [f"unitscale {__version__}"]
     for section, group in groupby(findings, lambda f: f.section):
         lines += ["", section, *(f"  {'FAILED: ' * f.failed}{f.text}" for f in group)]
@@ -120,7 +120,7 @@ def report(findings: list[Finding]) -> str:
 
 
 def main() -> int:
-    """Print the report of this machine; return 1 if a check failed."""
+    """Print the report for this machine; return 1 if a check failed, else 0."""
     findings = [*_versions(), *_devices(), *_extras()]
     sys.stdout.write(report(findings) + "\n")
     return int(any(f.failed for f in findings))

@@ -1,23 +1,22 @@
 """Unit-scaled ops: functions of arrays and ScaledArrays, independent of any layer library.
 
 Each op multiplies its output by a static forward factor and its gradients by static backward
-factors, so that unit inputs give unit outputs and unit gradients. Its *Scaling* section names the
-rule in `unitscale.rules` that states them, and adds what happens to the scales of operands: linear
-ops multiply or carry them, norms drop them, other functions and the losses apply them to the data,
-sums align them.
+factors, so that inputs of RMS 1 give outputs and gradients of RMS 1 ("unit"). The *Scaling* section
+of an op names the rule in `unitscale.rules` that computes the factors, and says what happens to the
+scales of ScaledArray operands.
 
-What follows holds for every op, unless its docstring says otherwise:
+Unless a docstring says otherwise:
 
-- Operands (`ArrayLike`) are floating arrays or ScaledArrays, else TypeError. Shapes and options
-  that do not fit raise ValueError.
-- The result is a ScaledArray in the promoted dtype of the operands, 8-bit data counting as
+- Operands (`ArrayLike`) are floating arrays or ScaledArrays. Anything else raises TypeError. Shapes
+  and options that do not fit raise ValueError.
+- The result is a ScaledArray in the promoted dtype of the operands, where 8-bit data counts as
   bfloat16. Functions other than matmuls are computed in float32 and rounded once.
-- ``constraint`` says how output and gradients come to share one factor (`rules.Constraint`); None
-  gives each its ideal factor, which is valid on cut edges.
-- ``config`` has the formats of a quantized matmul (`quant.MatmulConfig`), and ``state`` the scales
-  of a strategy that keeps them, such as `quant.Delayed`; see `matmul`.
+- ``constraint`` chooses how the output and the gradients share one factor (`rules.constrain`). None
+  gives each its own ideal factor, which is correct only on cut edges.
+- ``config`` gives the formats of a quantized matmul (`quant.MatmulConfig`), and ``state`` the
+  scales of a strategy that keeps them between steps, such as `quant.Delayed`.
 
-The backward factors exist in reverse mode only; forward-mode differentiation raises an error.
+Ops support reverse-mode differentiation only; forward mode raises an error.
 """
 
 from ._attention import dot_product_attention as dot_product_attention

@@ -1,4 +1,4 @@
-"""Dot-product attention: the op, and its plain implementation."""
+"""Dot-product attention: the op and its plain implementation."""
 
 from typing import Any, Literal
 
@@ -46,33 +46,33 @@ def dot_product_attention(
     constraint: Constraint = "to_output_scale",
     implementation: Implementation | Literal["xla"] | None = "auto",
 ) -> ScaledArray:
-    """Attend from queries to keys and averages values.
+    """Compute scaled dot-product attention.
 
-    Scaling: `rules.dot_product_attention`; the scales of q and k are applied to the logits, and
-    that of v is carried.
+    Scaling: `rules.dot_product_attention`. The scales of q and k multiply the logits; the result
+    keeps the scale of v.
 
     Args:
         q: (batch, time, heads, d), floating.
-        k: (batch, source, kv_heads, d); kv_heads divides heads (GQA, arXiv 2305.13245).
+        k: (batch, source, kv_heads, d); kv_heads must divide heads (GQA, arXiv 2305.13245).
         v: (batch, source, kv_heads, d).
-        mask: boolean, broadcasting to (batch, heads, time, source); True attends.
-        is_causal: whether query t attends to keys up to t only.
+        mask: boolean, broadcasting to (batch, heads, time, source); True means attend.
+        is_causal: whether query t attends only to keys 0 to t.
         mult: static multiplier of the logits (inverse temperature).
-        dropout_rate: rate of dropout on the attention weights.
-        dropout_key: `jax.random` key for it.
-        deterministic: whether dropout applies its expected value.
-        scale_length: static sequence length of the forward factor; by default the number of keys.
-        scale_causal: whether the forward factor is that of a causal mask; by default ``is_causal``.
-        mean_square: static mean square of the averaged values, if these are correlated between
-            positions (`rules.AttentionContext`); by default that of independent values.
+        dropout_rate: dropout rate of the attention weights.
+        dropout_key: `jax.random` key for dropout.
+        deterministic: whether to replace the random dropout mask by its expected value.
+        scale_length: static number of keys to compute the factors from; by default that of ``k``.
+        scale_causal: whether the factors are those of causal attention; by default ``is_causal``.
+        mean_square: static mean square of attention's output before the factor, if values at
+            different positions are correlated (`rules.AttentionContext`); None if independent.
         constraint: see `unitscale.ops`.
         implementation: "plain" computes all attention weights at once, "chunked" recomputes them in
             chunks, "cudnn" and "splash" are fused kernels for NVIDIA GPUs and TPUs, and "auto"
-            selects one (`attention_path`). None is "auto", "xla" is "plain".
+            selects one (`attention_path`). None means "auto", "xla" means "plain".
 
     Returns:
         ScaledArray (batch, time, heads, d) in the dtype of ``v``. A query whose keys are all masked
-        gets the mean of all values, and never NaN.
+        returns the mean of all values, not NaN.
     """
     (qd, qs), (kd, ks), (vd, vs) = (
         unpack("dot_product_attention", name, x, (-1, -2, -3))
@@ -95,8 +95,8 @@ def dot_product_attention(
         constraint=constraint,
     )
     dtype, shared = output_dtype(v), result_dtype(qd, kd, vd)
-    # The cotangent is multiplied by v's factor before the softmax shrinks it, except in bfloat16,
-    # whose range allows multiplying gradients at the end, where the factors fuse.
+    # Multiply the cotangent by v's factor before the softmax makes it small. bfloat16 has the range
+    # to multiply the gradients at the end instead, where XLA fuses the factors.
     common = 1.0 if shared == jnp.bfloat16 else factors.bwd[2]
     qd, kd, vd = (
         upcast(scale_bwd(x, factor / common), shared)
@@ -114,7 +114,7 @@ def dot_product_attention(
         scaled=bool(scales),
         implementation=implementation,
     )
-    if vd.dtype != jnp.float16:  # in which q times its scale may leave the range
+    if vd.dtype != jnp.float16:  # float16 may lack the range for q times its scale
         for s in scales:
             qd = (widen(qd) * to_float(s)).astype(qd.dtype)
         scales = []
@@ -162,7 +162,7 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
     if mask.dtype != bool:
         raise TypeError(
             f"unitscale.ops.dot_product_attention: mask must be boolean; got dtype {mask.dtype}. "
-            "True attends."
+            "True means attend."
         )
     if not broadcasts_to(mask.shape, shape):
         expected = f"mask must broadcast to (batch, heads, time, source) {shape}"
@@ -172,7 +172,7 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
 
 def move_shards(x: jax.Array, to_heads: bool) -> jax.Array:
     """Reshard (batch, time, heads, d) between tokens and heads by an all-to-all, as in Ulysses."""
-    # Constrain both sides, so that XLA does not reshard the matmuls before and after.
+    # Constrain the array before and after, so that XLA does not reshard the neighboring matmuls.
     steps = ((CONTEXT_AXES, TENSOR_AXES), ((), HEAD_AXES))
     for axes in steps if to_heads else reversed(steps):
         x = constrain_sharding(x, BATCH_AXES, *axes)
@@ -180,14 +180,14 @@ def move_shards(x: jax.Array, to_heads: bool) -> jax.Array:
 
 
 def _plain(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):
-    """Compute all weights at once, in float32."""
+    """Compute attention with all attention weights in memory, in float32."""
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
     groups = (batch, kv_heads, heads // kv_heads, time, source)
     q = q.reshape(batch, time, kv_heads, heads // kv_heads, d)
     wide = wide_dtype(v.dtype)
     logits = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=wide) * logit_factor
-    for logit_scale in logit_scales:  # scalars, or one per batch item: (batch, 1, 1, 1)
+    for logit_scale in logit_scales:  # scalars, or one per item of the batch: (batch, 1, 1, 1)
         logits = logits * to_float(logit_scale)[..., None]
     allowed = None
     if is_causal:
@@ -197,7 +197,7 @@ def _plain(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, d
         allowed = mask if allowed is None else allowed & mask
     if allowed is not None:
         allowed = jnp.broadcast_to(allowed, (batch, heads, time, source)).reshape(groups)
-        # Finite, so that a row with nothing to attend to gives the mean and not NaN.
+        # Finite, so that a query whose keys are all masked returns the mean of the values, not NaN.
         logits = jnp.where(allowed, logits, jnp.finfo(wide).min / 2)
     weights = jax.nn.softmax(logits, axis=-1)
     if dropout_rate:
@@ -209,7 +209,7 @@ def _plain(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, d
 
 @custom_vjp
 def _average(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Average v; the gradient of the weights stays in float32, as float16 could overflow."""
+    """Average v; keep the gradient of the weights in float32, because float16 could overflow."""
     return jnp.einsum(
         "bkgts,bskd->btkgd", weights.astype(v.dtype), v, preferred_element_type=weights.dtype
     )

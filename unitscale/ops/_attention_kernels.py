@@ -1,4 +1,4 @@
-"""Attention that never materializes all weights: in chunks, by cuDNN, and by splash on TPUs."""
+"""Attention without all attention weights in memory: in chunks, with cuDNN, or with splash."""
 
 import itertools
 import math
@@ -24,14 +24,14 @@ from ..core import (
 )
 from ._attention_path import LANES, target
 
-# Small chunks stay in a CPU's cache; large ones need fewer kernels.
+# Small chunks fit a CPU's cache; large ones need fewer kernel launches.
 _CHUNK = {"cpu": 128}
 _CHUNK_ELSEWHERE = 512
 _SPLASH_BLOCKS = (512, 384, 256, LANES)
 
 
 class _Plan(NamedTuple):
-    """Static sizes: `queries` and `keys` are those of one chunk, `groups` heads share a kv_head."""
+    """Static sizes; a chunk has `queries` x `keys` weights, and `groups` heads share a kv_head."""
 
     batch: int
     kv_heads: int
@@ -44,7 +44,7 @@ class _Plan(NamedTuple):
     factor: float
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
-        """Indices of the chunks of queries and of keys in which some query sees some key."""
+        """Return the pairs of query chunk and key chunk that are not masked completely."""
         counts = -(-self.time // self.queries), -(-self.source // self.keys)
         met = [
             (i, j)
@@ -64,7 +64,7 @@ def attend_in_chunks(
     factor: float,
     logit_scales: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """Compute attention in chunks with an online softmax, and recomputes weights backward."""
+    """Compute attention in chunks with an online softmax; the backward pass recomputes weights."""
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
     if not q.size or not k.size:
@@ -73,8 +73,8 @@ def attend_in_chunks(
     queries, keys = _size(time, chunk), _size(source, chunk)
     groups, counts = heads // kv_heads, (-(-time // queries), -(-source // keys))
     plan = _Plan(batch, kv_heads, groups, time, source, queries, keys, is_causal, factor)
-    # Chunks first: (chunk, batch, kv_heads, rows, d). Batch and heads stay separate dimensions
-    # because they may be sharded.
+    # Layout (chunk, batch, kv_heads, rows, d). Batch and heads stay separate dimensions because
+    # they may be sharded.
     rows = _padded(q, 1, queries).reshape(batch, counts[0], queries, kv_heads, groups, d)
     rows = rows.transpose(1, 0, 3, 4, 2, 5)
     rows = rows.reshape(counts[0], batch, kv_heads, groups * queries, d)
@@ -88,7 +88,7 @@ def attend_in_chunks(
     y = y.reshape(batch, counts[0] * queries, heads, d)[:, :time]
     if mask is None:
         return y
-    # A query whose keys are all masked gets the mean of all values, as from equal weights.
+    # A query whose keys are all masked returns the mean of all values.
     if is_causal:
         mask = mask & jnp.tril(jnp.ones((time, source), bool))
     mean = jnp.repeat(jnp.mean(widen(v), 1, keepdims=True), groups, 2)
@@ -97,7 +97,7 @@ def attend_in_chunks(
 
 
 def _size(length: int, most: int) -> int:
-    """Return the size of equal chunks of at most `most` that need the least padding."""
+    """Return the chunk size, at most `most`, that divides `length` with the least padding."""
     return math.ceil(length / math.ceil(length / most))
 
 
@@ -117,13 +117,13 @@ def _mask_chunks(mask: jax.Array, plan: _Plan) -> jax.Array:
 
 
 def _matmul(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
-    """Contract an axis of each operand, head by head, into the wide dtype."""
+    """Contract one axis of each operand for every batch item and head, in the wide dtype."""
     numbers = (((axis_a,), (axis_b,)), ((0, 1), (0, 1)))
     return lax.dot_general(a, b, numbers, preferred_element_type=wide_dtype(a.dtype))
 
 
 def _logits(plan: _Plan, i, j, q, k, mask, scales) -> jax.Array:
-    """Return the logits of chunks i and j, -inf where a query does not see a key."""
+    """Return the logits of query chunk i and key chunk j, with -inf where masked."""
     logits = _matmul(q, k, 3, 3) * plan.factor
     for scale in scales:
         logits = logits * scale
@@ -166,20 +166,20 @@ def _attend_fwd(plan: _Plan, q, k, v, mask, scales) -> tuple[jax.Array, tuple]:
         total = total * shrink + jnp.sum(weights, -1, keepdims=True)
         return tuple(_put(*xs, i) for xs in zip(carry, (average, higher, total), strict=True)), None
 
-    # Like slices of q, so that they have its explicit sharding.
+    # Made from q, so that the carry has its explicit sharding.
     empty, column = (jnp.zeros_like(x, dtype=wide) for x in (q, q[..., :1]))
     start, _ = match_varying(((empty, jnp.full_like(column, -jnp.inf), column), q))
     (average, top, total), _ = lax.scan(add, start, plan.pairs())
-    share = 1 / jnp.maximum(total, 1)  # 0 only for a query that sees nothing
+    share = 1 / jnp.maximum(total, 1)  # total is 0 only for a query whose keys are all masked
     y = (average * share).astype(v.dtype)
-    # Maximum and share are kept apart: in a sum, a large logit would absorb the logarithm.
+    # Save maximum and share separately: in logsumexp a large maximum would swallow log(total).
     return y, (q, k, v, mask, scales, y, _finite(top), share)
 
 
 def _attend_bwd(plan: _Plan, saved: tuple, dy: jax.Array) -> tuple:
     q, k, v, mask, scales, y, top, share = saved
     wide = wide_dtype(v.dtype)
-    # Before the factor shrinks it, the gradient of float16's logits may be out of range.
+    # The gradient of the logits may exceed float16's range before the factor makes it small.
     narrow = wide if v.dtype == jnp.float16 else v.dtype
     mean = jnp.sum(widen(dy) * widen(y), -1, keepdims=True)
 
@@ -209,7 +209,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _finite(top: jax.Array) -> jax.Array:
-    """Make the largest logit of a fully masked query finite, so that its weights are 0."""
+    """Replace the maximum -inf of a fully masked query by a finite number: its weights are 0."""
     return jnp.maximum(top, jnp.finfo(top.dtype).min)
 
 
@@ -226,8 +226,8 @@ def attend_by_cudnn(
 ) -> jax.Array:
     """Call cuDNN's fused kernel."""
     q, k, v = match_varying((q, k, v))
-    # JAX's batching rule for the kernel needs all operands and the cotangent mapped: make each
-    # depend on all, by a select that XLA removes.
+    # JAX's batching rule for the kernel requires that vmap maps all operands and the cotangent.
+    # This select, which XLA removes, makes each of them depend on all operands.
     never = jnp.any(jnp.stack([x[0, 0, 0, 0] for x in (q, k, v)]) == 0) & False
     q, k, v = (jnp.where(never, 0, x) for x in (q, k, v))
     y = jax.nn.dot_product_attention(
@@ -245,10 +245,9 @@ def splash(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Call JAX's splash kernel for TPUs, or interprets it on any device.
+    """Call JAX's splash kernel for TPUs, or interpret it on any device.
 
-    Each device of a mesh has whole heads of some sequences, because the kernel does not
-    communicate.
+    The kernel does not communicate: each device of a mesh needs all tokens of its heads.
     """
     q = (q.astype(jnp.float32) * factor).astype(q.dtype)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
@@ -262,7 +261,7 @@ def splash(
     spec = PartitionSpec(rows or None, heads or None)
     if mesh.explicit_axes:
         q, k, v = (jax.sharding.reshard(x, spec) for x in (q, k, v))
-    # The kernel's results have no types that say over which axes they vary.
+    # check_vma=False, because the kernel does not declare over which mesh axes its results vary.
     attend = jax.shard_map(attend, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
     y = attend(q, k, v)
     return jnp.swapaxes(jax.sharding.reshard(y, own) if mesh.explicit_axes else y, 1, 2)
@@ -271,8 +270,8 @@ def splash(
 def _splash(
     q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool, interpret: bool
 ) -> jax.Array:
-    """Call the kernel on (batch, heads, time, d)."""
-    # Imported on TPUs only: JAX's kernels for it take a second to import.
+    """Call the splash kernel with operands (batch, heads, time, d)."""
+    # Imported only where it is used, because the import takes a second.
     from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
         splash_attention_kernel as kernels,
         splash_attention_mask as masks,

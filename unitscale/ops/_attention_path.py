@@ -1,4 +1,4 @@
-"""Selects the implementation of attention, and reports which one a call takes and why."""
+"""Select the implementation of attention, and report which one a call uses and why."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ Implementation = Literal["auto", "plain", "chunked", "cudnn", "splash"]
 """Implementations of `dot_product_attention`."""
 
 HEAD_AXES = (*TENSOR_AXES, *CONTEXT_AXES)
-"""Mesh axes that shard the heads while tokens are whole."""
+"""Mesh axes that shard the heads when each device has all tokens of its heads."""
 LANES = 128
-"""Lanes of a TPU, which divide the lengths that splash takes."""
+"""Vector lanes of a TPU. Splash supports sequence lengths that are multiples of it."""
 _LONG = {"cpu": 128 * 128}
 _LONG_ELSEWHERE = 1024 * 1024
 _MOST_FEATURES = 128
@@ -26,11 +26,11 @@ _NAME = "unitscale.ops.dot_product_attention"
 
 
 class AttentionPath(NamedTuple):
-    """The implementation that a call of `dot_product_attention` takes, and why.
+    """The implementation that a call of `dot_product_attention` uses, and why.
 
     Attributes:
         implementation: "plain", "chunked", "cudnn" or "splash".
-        reason: one line of text.
+        reason: why it was selected, in one line.
     """
 
     implementation: Implementation
@@ -57,26 +57,26 @@ def attention_path(
     scaled: bool = False,
     implementation: Implementation | Literal["xla"] | None = "auto",
 ) -> AttentionPath:
-    """Return the implementation that a call of `dot_product_attention` takes, and why.
+    """Return the implementation that a call of `dot_product_attention` uses, and why.
 
     "auto" selects the first of these that supports the call. The fused kernels, "cudnn" and
-    "splash", support only the causal mask, no dropout, and whole heads on each device.
+    "splash", need a causal mask or none, no dropout, and whole heads on each device.
 
     - "cudnn", on NVIDIA GPUs: 16-bit operands, even lengths, head sizes 8, 16, ..., 128.
     - "splash", on TPUs: bfloat16, lengths that are multiples of 128; not inside `jax.shard_map`,
-      and several devices only under a mesh of `jax.set_mesh`.
-    - "chunked", without dropout: from 128 x 128 weights on CPUs, from 1,024 x 1,024 elsewhere.
-    - "plain".
+      and with several devices only inside `jax.set_mesh`.
+    - "chunked": no dropout; at least 128 x 128 weights per head on a CPU, else 1,024 x 1,024.
+    - "plain": everything else.
 
     Args:
         q_shape: (batch, time, heads, d), or q itself.
         k_shape: (batch, source, kv_heads, d), or k itself.
         dtype: promoted dtype of q, k and v.
-        mask: whether there is one.
-        is_causal: as for the op.
-        dropout_rate: rate of dropout on the attention weights.
-        scaled: whether q or k is a ScaledArray that has a scale.
-        implementation: as for the op.
+        mask: whether the call passes a mask.
+        is_causal: as for `dot_product_attention`.
+        dropout_rate: dropout rate of the attention weights.
+        scaled: whether q or k is a ScaledArray with a scale.
+        implementation: as for `dot_product_attention`.
     """
     dtype = jnp.dtype(getattr(dtype, "dtype", dtype))
     q_shape, k_shape = (tuple(getattr(x, "shape", x)) for x in (q_shape, k_shape))
@@ -104,7 +104,7 @@ def attention_path(
                 f"{_NAME}: implementation {wanted!r} does not support this call: "
                 f'{refusal.rstrip(".")}; use implementation="auto".'
             )
-        return AttentionPath(wanted, "asked for")
+        return AttentionPath(wanted, "requested")
     kernel, name = ("splash", "splash") if target() == "tpu" else ("cudnn", "cuDNN")
     missing = _unknown_devices() if kernel == "splash" else None if settings.target else _no_gpu()
     refusal = missing or refusal_of(kernel)
@@ -112,17 +112,17 @@ def attention_path(
         return AttentionPath(kernel, "a fused kernel for this device")
     time, source = q_shape[1], k_shape[1]
     is_long = time * source >= _LONG.get(target(), _LONG_ELSEWHERE)
-    size = f"{time:,} x {source:,} weights of a head are {'many' if is_long else 'few'}"
+    size = f"{time:,} x {source:,} weights per head are {'many' if is_long else 'few'}"
     chosen = "chunked" if is_long and no_chunks is None else "plain"
     return AttentionPath(chosen, f"{no_chunks or size}; no {name}: {refusal}")
 
 
 @contextmanager
 def attention_paths(implementation: Implementation = "auto") -> Iterator[list[AttentionPath]]:
-    """Record the `AttentionPath` of each call that JAX traces within the block, in a list.
+    """Record the `AttentionPath` of each attention call that is traced in a ``with`` block.
 
     Args:
-        implementation: overrides that of every call within the block, unless it is "auto".
+        implementation: if not "auto", every call inside the block uses it.
 
     Example:
         >>> from unitscale import ops
@@ -139,7 +139,7 @@ def attention_paths(implementation: Implementation = "auto") -> Iterator[list[At
 
 @contextmanager
 def tracing(**changes: Any) -> Iterator[None]:
-    """Change settings within the block, such as target="gpu" to trace as for an NVIDIA GPU."""
+    """Change settings inside a ``with`` block: target="gpu" traces as for an NVIDIA GPU."""
     token = _TRACING.set(_TRACING.get()._replace(**changes))
     try:
         yield
@@ -148,7 +148,7 @@ def tracing(**changes: Any) -> Iterator[None]:
 
 
 def take_path(*args: Any, **kwargs: Any) -> Implementation:
-    """Return the implementation of `attention_path`, and records it for `attention_paths`."""
+    """Return the implementation of `attention_path`, and record it for `attention_paths`."""
     path = attention_path(*args, **kwargs)
     for taken in _TRACING.get().taken:
         taken.append(path)
@@ -156,22 +156,22 @@ def take_path(*args: Any, **kwargs: Any) -> Implementation:
 
 
 def target() -> str:
-    """Return the platform that is traced for: "cpu", "gpu", "tpu"."""
+    """Return the platform that programs are traced for: "cpu", "gpu" or "tpu"."""
     return _TRACING.get().target or jax.default_backend()
 
 
 def whole_heads(*heads: int) -> bool | None:
-    """Return whether each device can have whole heads; None if no mesh axis shards the tokens."""
+    """Return whether the heads can be sharded evenly; None if no mesh axis shards the tokens."""
     if axes_size(CONTEXT_AXES) == 1:
         return None
     return all(n % axes_size(HEAD_AXES) == 0 for n in heads)
 
 
 def _no_gpu() -> str | None:
-    """Explain why the default backend lacks cuDNN's kernel, or returns None."""
+    """Explain why the default backend lacks cuDNN's attention kernel; None if it has it."""
     backend = jax.extend.backend.get_backend()
     if "cuda" not in backend.platform_version:
-        return f"the default backend is {backend.platform}, no NVIDIA GPU"
+        return f"the default backend is {backend.platform}, not an NVIDIA GPU"
     capability = getattr(backend.local_devices()[0], "compute_capability", "8.0")
     return None if float(capability) >= 8 else f"this GPU has compute capability {capability} < 8.0"
 
@@ -180,34 +180,34 @@ def _unknown_devices() -> str | None:
     if not jax.sharding.get_abstract_mesh().empty or _TRACING.get().target == "tpu":
         return None
     count = jax.device_count()
-    return None if count == 1 else f"there are {count} devices and no mesh of jax.set_mesh"
+    return None if count == 1 else f"there are {count} devices, and jax.set_mesh was not called"
 
 
 def _not_for_kernels(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], mask: bool, dropout_rate: float
 ) -> str | None:
     if dropout_rate:
-        return "it has no dropout on the weights here"
+        return "it does not support dropout here"
     if mask:
         # A row with all keys masked has had NaN gradients in some versions of cuDNN.
-        return "it has no exact masks but the causal one"
+        return "it supports no mask except the causal one"
     if 0 in (*q_shape, *k_shape):
-        return "there is nothing to attend to or from"
+        return "an operand is empty"
     if whole_heads(q_shape[-2], k_shape[-2]) is False:
         return (
-            "it needs all tokens of a head, and the devices of the mesh axes context and tensor do "
-            f"not divide {q_shape[-2]} heads and {k_shape[-2]} of keys and values"
+            "each device needs whole heads, and the devices of the mesh axes context and tensor do "
+            f"not divide {q_shape[-2]} query heads and {k_shape[-2]} key heads evenly"
         )
     return None
 
 
 def _not_for_splash(time: int, source: int, dtype: Any) -> str | None:
     if dtype != jnp.bfloat16:
-        return f"it takes bfloat16, not {dtype}"
+        return f"it supports bfloat16, not {dtype}"
     if time % LANES or source % LANES:
-        return f"it takes lengths that {LANES} divides, not {time} and {source}"
+        return f"lengths must be multiples of {LANES}, not {time} and {source}"
     if jax.sharding.get_abstract_mesh().manual_axes:
-        return "its results have no types inside of jax.shard_map"
+        return "it does not work inside jax.shard_map"
     return None
 
 
@@ -216,15 +216,15 @@ def _not_for_cudnn(
 ) -> str | None:
     features = q_shape[-1]
     if dtype not in (jnp.float16, jnp.bfloat16):
-        return f"it takes float16 and bfloat16, not {dtype}"
+        return f"it supports float16 and bfloat16, not {dtype}"
     if dtype == jnp.float16 and scaled:
-        return "scales of q and k may leave the range of float16"
+        return "q and k times their scales may exceed the range of float16"
     if features % 8 or features > _MOST_FEATURES:
-        return f"it takes head sizes that 8 divides, up to {_MOST_FEATURES}, not {features}"
+        return f"the head size must be a multiple of 8 up to {_MOST_FEATURES}, not {features}"
 
     attend = partial(jax.nn.dot_product_attention, is_causal=is_causal, implementation="cudnn")
     q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in (q_shape, k_shape))
-    try:  # JAX checks the installed cuDNN and the GPU, for training too
+    try:  # JAX checks that the installed cuDNN and the GPU support training
         jax.eval_shape(lambda *args: jax.vjp(attend, *args)[0], q, k, k)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Convolution and pooling, channels last, of any rank."""
+"""Convolution and pooling, channels last, in any number of spatial dimensions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def conv(
 ) -> ScaledArray:
     """Convolve over the spatial dimensions.
 
-    Scaling: `rules.conv`; the scales are multiplied, and the bias is added at the result's.
+    Scaling: `rules.conv`. The scale of the result is the product of the scales of x and kernel.
 
     Args:
         x: (batch, *spatial, in), floating.
@@ -45,13 +45,13 @@ def conv(
         strides: one stride, or one per spatial dimension.
         padding: "SAME", "VALID", "CAUSAL" (one spatial dimension), "CIRCULAR", "REFLECT", an
             integer for both sides of every dimension, or one integer or (low, high) pair for each.
-            Dilated inputs do not support "SAME".
+            "SAME" does not support dilated inputs.
         dilation: one kernel dilation, or one per spatial dimension.
         input_dilation: one dilation of the input, or one per spatial dimension.
-        feature_group_count: number of groups, dividing in and out.
+        feature_group_count: number of groups; must divide in and out.
         constraint: see `matmul`.
-        config: formats that operands are rounded to before a convolution in bfloat16 or float32
-            (XLA has no FP8 kernel). Cotangents are not quantized.
+        config: formats that the operands are rounded to. The convolution itself runs in the wider
+            dtype, because XLA has no FP8 convolution, and cotangents are not quantized.
         state: see `matmul`.
 
     Returns:
@@ -79,25 +79,25 @@ def conv_transpose(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Apply a transposed convolution, as `jax.lax.conv_transpose`.
+    """Apply a transposed convolution, like `jax.lax.conv_transpose`.
 
     Scaling: `rules.conv` with strides of 1 and an input dilation of ``strides``; scales as in
     `conv`.
 
-    Arguments are those of `conv`, with ``padding`` "SAME" (``strides`` outputs per input), "VALID",
-    an integer, or (low, high) pairs.
+    The arguments are those of `conv`, with ``padding`` "SAME" (``strides`` outputs per input),
+    "VALID", an integer, or (low, high) pairs.
 
     References:
         Dumoulin, Visin, "A guide to convolution arithmetic", 2016, arXiv 1603.07285, chapter 4.
     """
-    # Strides of the result are gaps between the inputs of a plain convolution.
+    # It is a plain convolution whose inputs are dilated by the strides.
     how = ("strides", 1), ("dilation", dilation), ("strides", strides)
     operands, last = (x, kernel, bias), (constraint, config, state)
     return _convolve("conv_transpose", *operands, how, padding, 1, *last)
 
 
 def _convolve(op, x, kernel, bias, how, padding, groups, constraint, config, state) -> ScaledArray:
-    """Convolve with the strides and dilations ``how``."""
+    """Implement both convolutions; ``how`` names and holds strides and dilations."""
     rank = getattr(x, "ndim", 0) - 2
     data, x_scale = unpack(op, "x", x, tuple(range(1, rank + 2)))
     w, w_scale = unpack(op, "kernel", kernel, ...)
@@ -136,7 +136,7 @@ def _convolve(op, x, kernel, bias, how, padding, groups, constraint, config, sta
         data, w = fake_quantize_operands(data, w, config, axes=axes, state=state)
     bwd = factors.bwd[:2]
     if data.dtype == w.dtype == jnp.bfloat16:
-        # With the range of float32, factors can follow the rounding, as in `quant.contract`.
+        # bfloat16 has float32's range: multiply by the factors after rounding, as in `contract`.
         y = scale(f(scale_bwd(data, bwd[0]), scale_bwd(w, bwd[1])), factors.fwd)
     else:
         own, out_dtype = Factors(factors.fwd, bwd), output_dtype(x)
@@ -183,7 +183,7 @@ def _sides(op: str, padding: Padding, window: Sequence[int], gaps: Sequence[int]
     if name == "SAME":
         if max(gaps) > 1:
             raise ValueError(
-                f"unitscale.ops.{op}: padding 'SAME' needs inputs that are not dilated; got "
+                f"unitscale.ops.{op}: padding 'SAME' does not support dilated inputs; got "
                 f"input_dilation {gaps}; give (low, high) pairs, or use conv_transpose"
             )
         return name
@@ -236,16 +236,16 @@ def avg_pool(
     *,
     constraint: Constraint = "to_output_scale",
 ) -> ScaledArray:
-    """Take the mean over windows, as `flax.linen.avg_pool`, scaled to unit variance.
+    """Average over windows, like `flax.linen.avg_pool`, scaled to unit variance.
 
-    Scaling: `rules.avg_pool`, for independent entries; the scale is carried.
+    Scaling: `rules.avg_pool`, which assumes independent entries. The result keeps the scale of x.
 
     Args:
         x: (..., *spatial, features), floating.
         window_shape: size of the window in each spatial dimension.
         strides: strides in each spatial dimension; by default 1.
-        padding: as for `conv`, but not "CIRCULAR" and "REFLECT".
-        count_include_pad: whether the zeros of the padding count as entries of the mean.
+        padding: as for `conv`, without "CIRCULAR" and "REFLECT".
+        count_include_pad: whether the mean includes the zeros of the padding.
         constraint: see `unitscale.ops`.
 
     Example:
@@ -265,11 +265,11 @@ def max_pool(
     *,
     constraint: Constraint = "to_output_scale",
 ) -> ScaledArray:
-    """Take the maximum over windows, as `flax.linen.max_pool`, scaled to unit variance.
+    """Take the maximum over windows, like `flax.linen.max_pool`, scaled to unit variance.
 
-    Scaling: `rules.max_pool`; the scale is carried, and the mean is not removed.
+    Scaling: `rules.max_pool`. The result keeps the scale of x. Its mean is not zero.
 
-    Arguments are those of `avg_pool`; the padding is -inf.
+    The arguments are those of `avg_pool`. The input is padded with -inf.
     """
     windows = _windows("max_pool", x, window_shape, strides, padding)
     factors = rules.max_pool(windows.shape, windows.strides, constraint=constraint)

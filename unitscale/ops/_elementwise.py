@@ -13,14 +13,14 @@ from ..core import ScaledArray, result_dtype, scale as scale_both, upcast
 from ..rules import Constraint
 from ._operands import ArrayLike, scale_argument, shape_error, times, unpack, wide_op
 
-# 2 u = (8 / pi)^1/2 * (x + 0.044715 x^3) is the argument of gelu's sigmoid.
+# gelu(x) = x * sigmoid(2 u) with 2 u = (8 / pi)^1/2 * (x + 0.044715 x^3).
 _LINEAR = math.sqrt(8 / math.pi)
 _CUBIC = 0.044715 * _LINEAR
 
 
 @jax.custom_jvp
 def _gate(x: jax.Array) -> jax.Array:
-    """Return (1 + tanh u) / 2 as the sigmoid of 2 u, which does not cancel where it is small."""
+    """Return (1 + tanh u) / 2 as sigmoid(2 u), which is accurate where it is close to zero."""
     # XLA removes the double negation.
     return lax.logistic(-(x * (-_LINEAR - _CUBIC * (x * x))))
 
@@ -29,7 +29,7 @@ def _gate(x: jax.Array) -> jax.Array:
 def _gate_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
     gate = _gate(x)
-    square = jnp.minimum(x * x, 1e4)  # the gate is 0 or 1 already; infinity times 0 would be NaN
+    square = jnp.minimum(x * x, 1e4)  # the gate is 0 or 1 here; infinity times 0 would give NaN
     return gate, gate * (1 - gate) * (_LINEAR + 3 * _CUBIC * square) * dx
 
 
@@ -63,12 +63,12 @@ def elementwise(
     mult: float = 1.0,
     constraint: Constraint = "to_output_scale",
 ) -> ScaledArray:
-    """Apply an element-wise function of your own: ``f(mult * x)``, scaled to unit variance.
+    """Apply any element-wise function, ``f(mult * x)``, scaled to unit variance.
 
-    Scaling: `rules.elementwise`, by quadrature; the scale of x is applied, and the result has none.
+    Scaling: `rules.elementwise`. ``f`` sees x times its scale; the result has no scale.
 
     Args:
-        f: element-wise function of one float32 array, hashable, neither constant nor infinite.
+        f: element-wise function of one float32 array; hashable, finite and not constant.
         x: operand.
         mult: static multiplier of the argument (inverse temperature).
         constraint: see `unitscale.ops`.
@@ -84,35 +84,35 @@ def elementwise(
 def gelu(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Apply the Gaussian error linear unit in its tanh form, as `elementwise`."""
+    """Apply the Gaussian error linear unit (tanh approximation); see `elementwise`."""
     return _elementwise("gelu", _gelu, x, mult, constraint)
 
 
 def silu(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Apply the sigmoid linear unit, as `elementwise`."""
+    """Apply the sigmoid linear unit (swish); see `elementwise`."""
     return _elementwise("silu", _silu, x, mult, constraint)
 
 
 def tanh(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Apply the hyperbolic tangent, as `elementwise`."""
+    """Apply the hyperbolic tangent; see `elementwise`."""
     return _elementwise("tanh", jnp.tanh, x, mult, constraint)
 
 
 def sigmoid(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Apply the logistic function, as `elementwise`."""
+    """Apply the logistic function; see `elementwise`."""
     return _elementwise("sigmoid", lax.logistic, x, mult, constraint)
 
 
 def relu(
     x: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Apply the rectified linear unit, as `elementwise`, but the scale is carried."""
+    """Apply the rectified linear unit; see `elementwise`. The result keeps the scale of x."""
     data, scale = unpack("relu", "x", x)
     return ScaledArray(_elementwise("relu", jax.nn.relu, data, mult, constraint).data, scale)
 
@@ -136,11 +136,11 @@ def silu_glu(
 ) -> ScaledArray:
     """Apply a gated linear unit: ``x * silu(mult * gate)``, scaled to unit variance.
 
-    Scaling: `rules.glu`; the scale of x is carried, that of the gate applied.
+    Scaling: `rules.glu`. The gate is multiplied by its scale; the result keeps the scale of x.
 
     Args:
-        x: linear half.
-        gate: gating half, of the same shape.
+        x: linear input.
+        gate: gating input, of the same shape.
         mult: static multiplier of the gate (inverse temperature).
         constraint: see `unitscale.ops` (left is x, right is gate).
 
@@ -153,14 +153,14 @@ def silu_glu(
 def gelu_glu(
     x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Apply a gated linear unit: ``x * gelu(mult * gate)``, as `silu_glu`."""
+    """Apply a gated linear unit: ``x * gelu(mult * gate)``; see `silu_glu`."""
     return _glu("gelu_glu", _gelu, x, gate, mult, constraint)
 
 
 def sigmoid_glu(
     x: ArrayLike, gate: ArrayLike, *, mult: float = 1.0, constraint: Constraint = "to_output_scale"
 ) -> ScaledArray:
-    """Apply a gated linear unit: ``x * sigmoid(mult * gate)``, as `silu_glu`."""
+    """Apply a gated linear unit: ``x * sigmoid(mult * gate)``; see `silu_glu`."""
     return _glu("sigmoid_glu", lax.logistic, x, gate, mult, constraint)
 
 
@@ -173,11 +173,11 @@ def softmax(
 ) -> ScaledArray:
     """Apply softmax over an axis, scaled to unit variance.
 
-    Scaling: `rules.softmax`; the scale of x is applied, and the result has none.
+    Scaling: `rules.softmax`. The logits are multiplied by their scale; the result has no scale.
 
     Args:
         x: logits.
-        axis: the axis that sums to 1 before the factor.
+        axis: axis along which entries sum to 1 before the forward factor.
         mult: static multiplier of the logits (inverse temperature).
         constraint: see `unitscale.ops`.
     """
@@ -200,15 +200,15 @@ def dropout(
     deterministic: bool = False,
     broadcast_dims: Sequence[int] = (),
 ) -> ScaledArray:
-    """Set elements to zero at random, and keeps unit variance.
+    """Set elements to zero at random, keeping unit variance.
 
-    Scaling: `rules.dropout`; the scale is carried, and the derivative is the true one.
+    Scaling: `rules.dropout`. The result keeps the scale of x; the gradient is exact.
 
     Args:
         x: operand.
-        rate: probability of zero, in [0, 1).
-        key: `jax.random` key, unless deterministic or rate is 0.
-        deterministic: whether to apply the expected value in place of a random mask.
+        rate: probability of setting an element to zero, in [0, 1).
+        key: `jax.random` key; not needed if deterministic or if the rate is 0.
+        deterministic: whether to replace the random mask by its expected value.
         broadcast_dims: dimensions along which all elements are dropped together.
 
     References:

@@ -1,4 +1,4 @@
-"""Embedding look-up, and rotary position embedding."""
+"""Embedding lookup and rotary position embedding."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from ._operands import ArrayLike, broadcasts_to, output_dtype, shape_error, time
 
 
 class _Specs(NamedTuple):
-    """Shardings on explicit mesh axes, where JAX cannot infer them."""
+    """Shardings of a lookup over explicit mesh axes, which JAX cannot infer."""
 
     table: PartitionSpec | None = None
     rows: PartitionSpec | None = None
 
 
 def _specs(table: jax.Array, ids: jax.Array) -> _Specs:
-    """Shard rows as their ids, and features as in the table on the remaining axes."""
+    """Shard the looked-up rows like the ids, and their features like the table's if possible."""
     own, places = jax.typeof(table).sharding.spec, jax.typeof(ids).sharding.spec
     if not any((*own, *places)):
         return _Specs()
@@ -44,7 +44,7 @@ def _take_fwd(table, ids, factor, specs):
 
 
 def _take_bwd(factor, specs, ids, cotangents):
-    # Rows are summed in float32 and rounded once, after the factor.
+    # Sum the rows in float32, multiply by the factor, and round once.
     rows, table = cotangents
     total = widen(table).at[ids].add(times(widen(rows), factor), out_sharding=specs.table)
     return narrow(total, table.dtype), None
@@ -56,12 +56,12 @@ _take.defvjp(_take_fwd, _take_bwd)
 def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> ScaledArray:
     """Look up rows of a table.
 
-    Scaling: `rules.embed`; the scale is carried. The gradient of a row is summed in float32.
+    Scaling: `rules.embed`. The result keeps the scale of the table.
 
     Args:
-        ids: integer array of any shape, in [0, vocab); an id outside gives a row of NaN.
+        ids: integer array of any shape, in [0, vocab). An id out of range gives a row of NaN.
         table: (vocab, features), floating.
-        vocab: number of rows if the table has more, as padding; None for all.
+        vocab: number of rows in use, if the last rows are padding; None for all.
     """
     data, ids, factor, scale = _look_up("embed", ids, table, vocab)
     return ScaledArray(_take(data, ids, factor, _specs(data, ids))[0], scale)
@@ -72,9 +72,9 @@ def tied_embed(
 ) -> tuple[ScaledArray, ArrayLike]:
     """Look up rows of a table that is also the kernel of a readout.
 
-    Scaling: As `embed`. The gradient of the rows is added in place to that of the returned table.
+    Scaling: as in `embed`. The gradient of the lookup is added in place to the readout's.
 
-    Returns the rows, and the table to pass to the readout; arguments are those of `embed`.
+    The arguments are those of `embed`. Returns the rows, and the table to pass to the readout.
 
     References:
         Press, Wolf, "Using the Output Embedding to Improve Language Models", 2017, arXiv
@@ -89,7 +89,7 @@ def tied_embed(
 def _look_up(
     op: str, ids: jax.Array, table: ArrayLike, vocab: int | None
 ) -> tuple[jax.Array, jax.Array, float, Any]:
-    """Return the table's data, checked ids, the gradient's factor, and the scale of the rows."""
+    """Return the table's data, the checked ids, the backward factor and the scale of the rows."""
     data, scale = unpack(op, "table", table)
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -102,13 +102,13 @@ def _look_up(
         raise ValueError(
             f"unitscale.ops.{op}: vocab must be at most the {rows} rows of the table; got {vocab}"
         )
-    # A negative index would count from the end; one past the end gives NaN.
+    # Negative indices would count from the end. An index past the end gives NaN.
     ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
     ids = jnp.where((ids < 0) | (ids >= vocab), rows, ids)
     (factor,) = rules.embed(vocab, global_batch_size(ids.size, ids)).bwd
     if scale is not None and jnp.ndim(scale) == 2 and scale.shape[0] != 1:
         scale = _rows(scale, ids, _specs(scale, ids))  # one scale per row
-    elif scale is not None:  # one per feature, or one in all
+    elif scale is not None:  # one per feature, or one for the table
         scale = jnp.reshape(scale, scale.shape[-1:] if jnp.size(scale) > 1 else ())
     return data, ids, factor, scale
 
@@ -141,12 +141,12 @@ _rotate.defvjp(_rotate_fwd, _rotate_bwd)
 def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> ScaledArray:
     """Rotate pairs of features by an angle proportional to the position.
 
-    Scaling: A rotation keeps variances, so every factor is 1; the scale is carried.
+    Scaling: a rotation keeps variances, so every factor is 1. The result keeps the scale of x.
 
     Args:
-        x: (..., time, heads, d) with even d; feature i is paired with i + d / 2.
+        x: (..., time, heads, d) with even d; feature i is paired with feature i + d / 2.
         positions: (..., time) integers, broadcasting with the leading dimensions.
-        base: wavelengths run from 2 pi to 2 pi * base.
+        base: wavelengths grow from 2 pi to nearly 2 pi * base positions.
 
     References:
         Su et al., "RoFormer", 2021, arXiv 2104.09864, equation 34.

@@ -1,4 +1,4 @@
-"""Matmuls with weights and of activations: matmul, dense, readout, einsum, lora."""
+"""Matmuls of activations and weights: matmul, dense, readout, einsum, lora."""
 
 import math
 from collections.abc import Callable
@@ -41,14 +41,14 @@ def matmul(
 ) -> ScaledArray:
     """Multiply two activations: ``left @ right``.
 
-    Scaling: `rules.matmul`; the scales are multiplied.
+    Scaling: `rules.matmul`. The scale of the result is the product of the operands' scales.
 
     Args:
         left: (..., m, k), floating.
         right: (..., k, n), floating; leading dimensions broadcast.
         constraint: see `unitscale.ops`.
-        config: formats of a quantized matmul, or None.
-        state: scales of a strategy with state, such as `quant.Delayed`, which requires it.
+        config: formats of a quantized matmul, or None for a matmul in the promoted dtype.
+        state: scales for a strategy that keeps them between steps, such as `quant.Delayed`.
     """
     x, x_scale = unpack("matmul", "left", left, (-1,))
     y, y_scale = unpack("matmul", "right", right, (-2,))
@@ -90,7 +90,7 @@ def matmul(
 
 
 def _own_labels(x: jax.Array, batch: str) -> tuple[str, jax.Array]:
-    """Drop leading dimensions of size 1; returns the labels of the rest, and the array."""
+    """Drop leading dimensions of size 1; return the labels of the others, and the array."""
     own = batch[len(batch) - (x.ndim - 2) :] if x.ndim > 2 else ""
     ones = tuple(i for i in range(x.ndim - 2) if x.shape[i] == 1)
     return "".join(c for i, c in enumerate(own) if i not in ones), jnp.squeeze(x, ones)
@@ -107,21 +107,21 @@ def dense(
 ) -> ScaledArray:
     """Apply a dense layer: ``x @ kernel + bias``.
 
-    Scaling: `rules.dense`, for the batch on all devices (`unitscale.batch_over`). The scales are
-    multiplied, and the bias is added at the result's. Under ``config`` a scalar scale of the kernel
-    multiplies the data and both gradients instead, except in float16, which lacks the range.
+    Scaling: `rules.dense`, with the global batch size (`unitscale.batch_over`). The scale of the
+    result is the product of the scales of x and kernel. With ``config``, a scalar scale of the
+    kernel multiplies the data and both gradients instead, except in float16, which lacks the range.
 
     Args:
         x: (..., in), floating.
-        kernel: (in, out), floating. Under ``config`` it is quantized from its own dtype, and its
-            gradient has that dtype.
+        kernel: (in, out), floating. With ``config`` it is quantized directly from its own dtype,
+            which is also that of its gradient.
         bias: (out,), or None.
         constraint: see `matmul`.
         config: see `matmul`.
         state: see `matmul`.
 
     Returns:
-        ScaledArray (..., out): in the promoted dtype, or in that of ``x`` under ``config``.
+        ScaledArray (..., out) in the promoted dtype; with ``config``, in the dtype of ``x``.
 
     Example:
         >>> print(dense(jnp.ones((2, 16)), jnp.ones((16, 3)), jnp.ones(3)).data[0])
@@ -139,12 +139,12 @@ def readout(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Apply the layer that produces the logits: ``x @ kernel + bias``.
+    """Apply the layer that computes the logits: ``x @ kernel + bias``.
 
-    Scaling: `rules.readout`; scales as in `dense`. The default constraint None is valid where the
-    readout's input is a cut edge: the only path from the loss to the model.
+    Scaling: `rules.readout`; scales as in `dense`. The default constraint None is correct if the
+    input is a cut edge, that is, if all gradients of the rest of the model pass through it.
 
-    Arguments and result are those of `dense`.
+    The arguments and the result are those of `dense`.
     """
     return affine("readout", rules.readout, x, kernel, bias, constraint, config, state)
 
@@ -175,7 +175,7 @@ def affine(
     dtype = output_dtype(inputs, kernel) if config is None else output_dtype(inputs)
     multiplier, is_scalar = None, w_scale is not None and not jnp.ndim(w_scale)
     if config is not None and is_scalar and dtype != jnp.float16:
-        # A quantized matmul is multiplied by scales anyway, so the kernel's own costs nothing.
+        # A quantized matmul multiplies by scales anyway, so the kernel's scale adds no cost.
         w_scale, multiplier = None, to_float(w_scale)
     data = contract(
         x,
@@ -195,7 +195,7 @@ def affine(
 def add_bias(
     op: str, y: Operand, bias: ArrayLike | None, factor: float, axes: tuple[int, ...] | None = None
 ) -> ScaledArray:
-    """Add a bias along some axes, by default the last, at the scale of the matmul's result."""
+    """Add a bias along ``axes`` (the last by default), at the scale of the matmul's result."""
     if bias is None:
         return ScaledArray(*y)
     b, b_scale = unpack(op, "bias", bias, ...)
@@ -219,22 +219,22 @@ def einsum(
 ) -> ScaledArray:
     """Apply a dense layer along any axes: ``jnp.einsum(subscripts, x, kernel) + bias``.
 
-    Scaling: `rules.dense`: contracted sizes are its input features, those of the kernel alone its
-    output features, and those of ``x`` alone its batch. The scales are multiplied; one that is not
-    a scalar goes into the data.
+    Scaling: `rules.dense`, where the contracted dimensions are the input features, dimensions of
+    the kernel alone the output features, and dimensions of ``x`` alone the batch. Scalar scales are
+    multiplied to give the scale of the result; other scales are multiplied into the data.
 
     Args:
-        subscripts: an einsum such as ``"...a,ab->...b"`` in which every label is in at least two of
-            the three terms, and an ellipsis in those of ``x`` and of the result only.
+        subscripts: an einsum such as ``"...a,ab->...b"``. Every label must appear in at least two
+            of the three terms; an ellipsis only in the terms of ``x`` and of the result.
         x: operand.
         kernel: operand.
-        bias: the result's axes that the kernel has, or None.
+        bias: has the axes that kernel and result share, in the result's order; or None.
         constraint: see `matmul`.
         config: see `matmul`.
         state: see `matmul`.
 
     Returns:
-        ScaledArray in the promoted dtype, or in that of ``x`` under ``config``.
+        ScaledArray in the promoted dtype; with ``config``, in the dtype of ``x``.
 
     Example:
         >>> y = einsum("btd,dhk->bthk", jnp.ones((2, 3, 16)), jnp.ones((16, 4, 5)))
@@ -273,19 +273,19 @@ def lora(
     *,
     constraint: Constraint = "to_output_scale",
 ) -> ScaledArray:
-    """Apply a low-rank update of a dense layer: ``base + x @ a @ b``.
+    """Apply a low-rank update to the output of a dense layer: ``base + x @ a @ b``.
 
-    Scaling: `rules.lora`; the scales are multiplied. ``base`` is added with factor 1.
+    Scaling: `rules.lora`. ``base`` is added with factor 1.
 
     Args:
         x: (..., in), floating.
         a: (in, rank), floating.
         b: (rank, out), floating.
-        base: (..., out), the output of the layer that is updated, or None.
-        constraint: that of the layer.
+        base: (..., out), the output of the dense layer; None to return the update alone.
+        constraint: the constraint of the dense layer.
 
     Returns:
-        ScaledArray (..., out), at the scale and in the dtype of ``base`` if there is one.
+        ScaledArray (..., out), with the scale and dtype of ``base`` if it is given.
     """
     data, x_scale = unpack("lora", "x", x, (-1,))
     down, a_scale = unpack("lora", "a", a, (0, 1))

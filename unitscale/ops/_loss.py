@@ -1,4 +1,4 @@
-"""Losses: the value is the ordinary one, the gradient is unit scaled."""
+"""Losses with ordinary values and unit-scaled gradients."""
 
 import math
 from functools import partial, reduce
@@ -27,32 +27,32 @@ _SPLITS = 32
 
 
 class Normalizer(NamedTuple):
-    """The softmax's normalizer: p = exp(z - largest - log_total)."""
+    """Normalizer of a softmax: p = exp(z - largest - log_total)."""
 
     largest: jax.Array
     log_total: jax.Array
 
 
 def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.Array:
-    """Return logits times their multiplier and scale, in float32."""
+    """Return the logits times ``mult`` and their scale, in float32."""
     return times(widen(logits) * mult, scale)
 
 
 def has_sharded_classes(z: jax.Array) -> bool:
-    """Return whether the classes are known to be sharded over devices."""
+    """Return whether the class dimension is sharded over devices, as far as JAX knows."""
     return axes_size(TENSOR_AXES) > 1 or jax.typeof(z).sharding.spec[-1] is not None
 
 
 def normalizer(z: jax.Array) -> Normalizer:
-    """Return the normalizer of each token, so that no exponential is written to memory."""
-    if has_sharded_classes(z):  # splitting the classes would exchange them between devices
+    """Return the normalizer of each token without writing exponentials to memory."""
+    if has_sharded_classes(z):  # in one pass, devices would have to exchange logits
         return in_two_passes(z)
     # XLA's CPU backend does not vectorize a custom reduction; two simple ones are faster there.
     return lax.platform_dependent(z, cpu=in_two_passes, default=in_one_pass)
 
 
 def in_two_passes(z: jax.Array) -> Normalizer:
-    """Compute the maximum of each row, and then the sum."""
+    """Compute the maximum of each row, and then the sum of exponentials."""
     largest = jnp.max(z, axis=-1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     return Normalizer(largest, jnp.log(jnp.sum(jnp.exp(z - largest[..., None]), axis=-1)))
@@ -61,9 +61,9 @@ def in_two_passes(z: jax.Array) -> Normalizer:
 def in_one_pass(z: jax.Array) -> Normalizer:
     """Compute maximum and sum together, reading the logits once (arXiv 1805.02867, algorithm 3).
 
-    Combining `_SPLITS` logits at a time leaves about one exponential per logit.
+    Combining `_SPLITS` logits at a time needs only about one exponential per logit.
     """
-    least = jnp.finfo(z.dtype).min  # finite, so that no difference is NaN
+    least = jnp.finfo(z.dtype).min  # finite: -inf - -inf would be NaN
     more = [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % _SPLITS)]
     few = jnp.split(jnp.pad(z, more, constant_values=-jnp.inf), _SPLITS, axis=-1)
     largest = reduce(jnp.maximum, few, least)
@@ -85,21 +85,21 @@ def in_one_pass(z: jax.Array) -> Normalizer:
 def token_losses(
     logits: jax.Array, labels: jax.Array, norm: Normalizer, mult: float, scale: jax.Array | None
 ) -> jax.Array:
-    """Return the cross entropy of each token; NaN for a label that is no class."""
+    """Return the cross entropy of each token; NaN if its label is not a class."""
 
     def of_labels(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, labels[..., None], axis=-1)
 
     if scale is not None and scale.ndim and scale.shape[-1] > 1:
         scale = of_labels(jnp.broadcast_to(scale, logits.shape))
-    # 8-bit formats may have no NaN.
+    # Widen 8-bit logits, whose format may not have NaN.
     logits = widen(logits) if logits.dtype.itemsize == 1 else logits
     right = wide_logits(of_labels(logits), mult, scale)[..., 0]
     return norm.log_total + norm.largest - right
 
 
 def without_padding(z: jax.Array, vocab: int) -> jax.Array:
-    """Give the columns beyond the classes probability 0, by finite logits."""
+    """Set the logits of padding columns to the least finite number, so that they do not count."""
     least, columns = jnp.finfo(z.dtype).min, z.shape[-1]
     if columns == vocab:
         return z
@@ -118,10 +118,10 @@ def token_gradients(
     cotangent: jax.Array | None,
     mantissa_bits: int | None = None,
 ) -> jax.Array:
-    """Return the gradients of each token's loss by its logits, in float32.
+    """Return the gradient of each token's loss with respect to its logits, in float32.
 
-    A token's gradients sum to 0. Rounding to nearest in 8 bits would bias that sum and shift all
-    logits over thousands of steps, so they are dithered, given the mantissa bits of the format.
+    The gradient of a token sums to 0 over its logits. Rounding to nearest in 8 bits would bias that
+    sum and shift all logits over thousands of steps. ``mantissa_bits`` adds dither to prevent this.
     """
     hits = labels[..., None] == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
     grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None])
@@ -135,7 +135,7 @@ def token_gradients(
 
 
 def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reduction) -> jax.Array:
-    """Reduce the losses of tokens as `softmax_cross_entropy` returns them."""
+    """Reduce the losses of tokens to what `softmax_cross_entropy` returns."""
     if reduction == "none":
         return losses if where is None else jnp.where(where, losses, 0.0)
     if reduction == "sum":
@@ -146,12 +146,12 @@ def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reducti
 
 
 def first_reduction(reduction: Reduction) -> Reduction:
-    """Return "sum" for a mean under `batch_size`, which `divide_by_count` then divides."""
+    """Return "sum" for a mean inside `batch_size`; `divide_by_count` divides it later."""
     return "sum" if reduction == "mean" and batch_size_override() is not None else reduction
 
 
 def divide_by_count(loss: jax.Array, reduction: Reduction, count: int | jax.Array) -> jax.Array:
-    """Divide the sum of `first_reduction`; the gradient has the factor N / count."""
+    """Divide the sum from `first_reduction` by the count; multiply its gradient by N / count."""
     if first_reduction(reduction) == reduction:
         return loss
     return scale_bwd(loss, float(batch_size_override() or 1)) / jnp.maximum(count, 1)
@@ -160,7 +160,7 @@ def divide_by_count(loss: jax.Array, reduction: Reduction, count: int | jax.Arra
 def check_labels(
     op: str, labels: Any, where: Any, reduction: str
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return labels and ``where`` as arrays of the right dtypes, or raises."""
+    """Return labels and ``where`` as arrays, or raise if their dtypes are wrong."""
     if reduction not in get_args(Reduction):
         raise ValueError(
             f"unitscale.ops.{op}: reduction must be 'mean', 'sum' or 'none'; got {reduction!r}"
@@ -190,8 +190,8 @@ def check_token_shapes(
 
 
 def label_columns(labels: jax.Array, vocab: int, columns: int) -> jax.Array:
-    """Return labels as column indices, those of no class as one past the last."""
-    # Small integer types cannot hold every class.
+    """Return labels as column indices. Labels that are not a class become ``columns``."""
+    # Small integer types cannot hold every class index.
     labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     labels = jnp.where(labels < 0, labels + vocab, labels)
     return jnp.where((labels < 0) | (labels >= vocab), columns, labels)
@@ -210,7 +210,7 @@ def _cross_entropy_fwd(logits, labels, where, scale, mult, factor, reduction):
 
 def _cross_entropy_bwd(mult, factor, reduction, residuals, cotangent):
     logits, labels, where, scale, norm = residuals
-    # Without the 1/N of a mean: every token's gradient is unit scaled, whatever the batch.
+    # Without the 1/N of a mean, so that gradients are unit scaled for every batch size.
     z = wide_logits(logits, mult, scale)
     grad = token_gradients(z, labels, norm, where, scale, mult * factor, cotangent)
     return narrow(grad, logits.dtype), None, None, None
@@ -229,20 +229,20 @@ def softmax_cross_entropy(
 ) -> jax.Array:
     """Return the cross entropy of integer labels under softmax(mult * logits).
 
-    Scaling: `rules.softmax_cross_entropy`; the scale of the logits is applied. The value is the
-    ordinary loss. Gradients omit the mean's 1/N, for N tokens on all devices
-    (`unitscale.batch_over`), or N items of `unitscale.batch_size`.
+    Scaling: `rules.softmax_cross_entropy`. The logits are multiplied by their scale. The value is
+    the ordinary loss. Gradients omit the 1/N of a mean, where N counts the tokens on all devices
+    (`unitscale.batch_over`), or is set by `unitscale.batch_size`.
 
     Args:
         logits: (..., V), floating.
-        labels: (...), integers in [0, V); a negative one counts from the end, as an index does.
-            The loss of a label that is no class is NaN.
+        labels: (...), integers in [0, V). Negative labels count from the end, like indices. A label
+            out of range gives a loss of NaN.
         mult: static multiplier of the logits (inverse temperature).
-        where: (...), boolean: the tokens that count; None for all. If none counts, the mean is 0.
-        reduction: "mean" over the tokens that count, "sum", or "none" (one loss per token).
+        where: (...), boolean: the tokens to include; None for all. Without any the mean is 0.
+        reduction: "mean" over the included tokens, "sum", or "none" (one loss per token).
 
     Returns:
-        float32 scalar (float64 of float64 operands), or (...) for reduction "none".
+        Scalar, or (...) for reduction "none"; float32, or float64 for float64 logits.
 
     Example:
         >>> print(softmax_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3])).round(4))
@@ -255,7 +255,7 @@ def softmax_cross_entropy(
     vocab, first = data.shape[-1], first_reduction(reduction)
     labels = label_columns(labels, vocab, vocab)
     (factor,) = rules.softmax_cross_entropy(vocab, mult=mult).bwd
-    # Devices average their losses, which divides by their number.
+    # Averaging losses over devices divides gradients by the number of devices: undo it here.
     factor *= num_batch_shards(data, labels) if first == "mean" else 1
     loss = _cross_entropy(data, labels, where, scale_argument(scale), float(mult), factor, first)
     return divide_by_count(loss, reduction, labels.size if where is None else jnp.sum(where))
@@ -291,8 +291,8 @@ _mean_square.defvjp(_mean_square_fwd, _mean_square_bwd)
 def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
     """Return the mean squared error.
 
-    Scaling: `rules.mse_loss`; the scales are applied. The value is the ordinary loss. Gradients
-    omit the mean's 1/N, as in `softmax_cross_entropy`.
+    Scaling: `rules.mse_loss`. Operands are multiplied by their scales. The value is the ordinary
+    loss. Gradients omit the 1/N of the mean, as in `softmax_cross_entropy`.
     """
     p, p_scale = unpack("mse_loss", "pred", pred)
     t, t_scale = unpack("mse_loss", "target", target)

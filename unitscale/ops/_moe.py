@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, its losses, grouped dense layers, and sharded experts."""
+"""Mixture of experts: routing, router losses, grouped dense layers, and sharded experts."""
 
 import dataclasses
 import math
@@ -35,9 +35,9 @@ class Groups:
     """Sizes of groups of consecutive rows, such as the tokens of each expert.
 
     Attributes:
-        sizes: (groups,) integers: numbers of rows; rows beyond their sum belong to no group.
-        rows: number of rows on all devices together.
-        groups: number of groups on all devices together.
+        sizes: (groups,) integers, rows in each group. Rows beyond their sum belong to no group.
+        rows: total number of rows on all devices.
+        groups: total number of groups on all devices.
     """
 
     sizes: jax.Array
@@ -45,7 +45,7 @@ class Groups:
     groups: int
 
     def of_rows(self, count: int) -> jax.Array:
-        """Return the group of each of ``count`` rows; one past the last for rows of none."""
+        """Return the group of each of ``count`` rows; the number of groups for rows of no group."""
         return group_of(self.sizes, jnp.arange(count))
 
 
@@ -59,22 +59,22 @@ def grouped_dense(
     config: MatmulConfig | None = None,
     state: QuantState | None = None,
 ) -> ScaledArray:
-    """Apply a dense layer with a kernel for each group of rows.
+    """Apply a dense layer with a separate kernel for each group of rows.
 
     Scaling: `rules.grouped_dense`; scales as in `dense`.
 
     Args:
         x: (rows, in), floating, sorted by group.
         kernel: (groups, in, out), floating.
-        groups: the groups of the rows.
+        groups: sizes of the groups.
         bias: (groups, out), or None.
         constraint: see `matmul`.
         config: see `matmul`.
         state: see `matmul`.
 
     Returns:
-        ScaledArray (rows, out), zero for rows of no group: in the promoted dtype, or in that of
-        ``x`` under ``config``.
+        ScaledArray (rows, out) in the promoted dtype, or with ``config`` in the dtype of ``x``.
+        Rows of no group are zero.
 
     Example:
         >>> kernel = jnp.stack([jnp.ones((4, 2)), jnp.zeros((4, 2))])
@@ -115,15 +115,15 @@ def grouped_dense(
 )
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The experts of each token and their weights, made by `route`.
+    """The experts chosen for each token, and their weights; the result of `route`.
 
     Attributes:
-        logits: (tokens, experts), float32, before the multiplier.
-        gates: (tokens, top_k), float32.
-        experts: (tokens, top_k) integers, the largest logit first.
+        logits: (tokens, experts), float32, not yet multiplied by ``mult``.
+        gates: (tokens, top_k), float32, the weights of the chosen experts.
+        experts: (tokens, top_k), indices of the chosen experts, by descending logit.
         mult: multiplier of the logits.
         renormalize: whether the gates of a token sum to 1.
-        shards: number of shards of the batch, if these tokens are one of them.
+        shards: number of parts that the batch is divided into, one of which has these tokens.
     """
 
     logits: jax.Array
@@ -135,23 +135,23 @@ class Routing:
 
     @property
     def top_k(self) -> int:
-        """Number of experts of each token."""
+        """Number of experts chosen for each token."""
         return self.experts.shape[1]
 
     @property
     def probabilities(self) -> jax.Array:
-        """(tokens, experts): the softmax over all experts."""
+        """Softmax of the logits over all experts, (tokens, experts)."""
         return jax.nn.softmax(self.logits * self.mult)
 
     def load_balancing_loss(self) -> jax.Array:
         """Return the load-balancing loss, which is 1 for equally loaded experts.
 
-        Scaling: ``experts * sum(f * P)`` for the share of tokens f and mean probability P of each
-        expert; the gradient is by P alone, without 1/N as in `softmax_cross_entropy`.
+        Scaling: ``experts * sum(f * P)``, where f is an expert's share of tokens and P its mean
+        probability. Gradients flow through P only, and omit 1/N as in `softmax_cross_entropy`.
 
         References:
-            Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961, equations 4 to 6,
-            without the coefficient.
+            Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961, equations 4 to 6
+            (without their coefficient).
         """
         count = self.logits.shape[1]
         hits = jnp.sum(_one_hot(self.experts, count), (0, 1), dtype=jnp.float32)
@@ -160,17 +160,17 @@ class Routing:
         return count * jnp.sum(shares * jnp.mean(probabilities, 0))
 
     def z_loss(self) -> jax.Array:
-        """Return the mean square of logsumexp(logits), which keeps logits small.
+        """Return the mean square of logsumexp(logits), a loss that keeps logits small.
 
-        Scaling: As `load_balancing_loss`.
+        Scaling: as in `load_balancing_loss`.
 
         References:
-            Zoph et al., "ST-MoE", 2022, arXiv 2202.08906, equation 5, without the coefficient.
+            Zoph et al., "ST-MoE", 2022, arXiv 2202.08906, equation 5 (without its coefficient).
         """
         return jnp.mean(jax.nn.logsumexp(self._summed_logits() * self.mult, axis=-1) ** 2)
 
     def _summed_logits(self) -> jax.Array:
-        """Return the logits; a mean over tokens gets the gradient of a sum."""
+        """Return the logits, so that a mean over tokens has the gradient of a sum."""
         return scale_bwd(self.logits, float(self.logits.shape[0] * self.shards))
 
 
@@ -183,19 +183,19 @@ def route(
     renormalize: bool = True,
     out_features: int | None = None,
 ) -> Routing:
-    """Choose the experts of each token, by the largest logits ``x @ kernel``.
+    """Choose the experts with the largest logits ``x @ kernel`` for each token.
 
-    Scaling: `rules.router`, in float32; the scales are applied. A gate is an entry of the softmax,
-    over the chosen experts if ``renormalize``, with the true gradient.
+    Scaling: `rules.router`, in float32, with operands multiplied by their scales. The gates are a
+    softmax of the logits, over the chosen experts if ``renormalize``; their gradient is exact.
 
     Args:
-        x: (..., in), floating: the tokens.
+        x: (..., in), floating, the tokens.
         kernel: (in, experts), floating.
-        top_k: number of experts of each token.
+        top_k: number of experts to choose for each token.
         mult: static multiplier of the logits (inverse temperature).
-        renormalize: whether the gates of a token sum to 1; if top_k is 1, the router then gets no
-            gradient.
-        out_features: size of the experts' outputs; that of x by default.
+        renormalize: whether the gates of a token sum to 1. With top_k 1 they are then constant, and
+            the router gets no gradient.
+        out_features: number of output features of the experts; by default that of x.
 
     Example:
         >>> routing = route(jnp.ones((1, 4)), jnp.eye(4), 1)
@@ -233,7 +233,7 @@ def _dispatch(x, token, row, factor):
 
 
 def _dispatch_bwd(factor, row, cotangent):
-    # Each token's rows are summed in float32 and rounded once, after the factor.
+    # Sum the rows of each token in float32, multiply by the factor, and round once.
     total = jnp.sum(widen(cotangent[row]), axis=1)
     return narrow(total * factor, cotangent.dtype), None, None
 
@@ -245,7 +245,7 @@ _dispatch.defvjp(
 
 @partial(custom_vjp, nondiff_argnums=(4, 5))
 def _gather(y, gates, token, row, factors, out_dtype):
-    chosen = widen(y[row])  # `jnp.take` loses the sharding of an axis without tokens
+    chosen = widen(y[row])  # not jnp.take, which loses a sharding if a device has no tokens
     return narrow(factors.fwd * jnp.sum(chosen * gates[..., None], axis=1), out_dtype)
 
 
@@ -273,22 +273,22 @@ def mixture(
     *,
     expert_axis: str = "expert",
 ) -> ScaledArray:
-    """Apply the chosen experts to each token, and adds their weighted results.
+    """Apply the chosen experts to each token, and add their outputs weighted by the gates.
 
-    Scaling: `rules.mixture`; the scale of x goes to ``fn``, and that of its result is carried.
-    Gradients inside ``fn`` are unit; those of ``x`` and of the gates are the true ones.
+    Scaling: `rules.mixture`. ``fn`` gets the scale of x, and the result has the scale that ``fn``
+    returns. Gradients inside ``fn`` are unit scaled; the gradients of x and the gates are exact.
 
-    No token is dropped. Under a mesh with the axis ``expert_axis`` each of its devices applies its
-    own experts to all of its tokens, and the results are summed over the axis.
+    No token is dropped. If the mesh has the axis ``expert_axis``, each device along it applies its
+    own experts to its tokens, and the results are summed over the axis.
 
     Args:
-        fn: function of rows (tokens * top_k, features) sorted by expert, parameters, and the
-            `Groups` of the rows, made of `grouped_dense` and functions of each row.
-        x: (..., features), floating: the tokens of `route`, in the same order.
-        routing: of `route`.
-        params: tree of parameters with a leading dimension of the experts; inside `jax.shard_map`
-            over the axis, of this device's experts.
-        expert_axis: name of the mesh axis that shards the experts, if there is one.
+        fn: ``fn(rows, params, groups)`` applies the experts to rows (tokens * top_k, features)
+            that are sorted by expert. Build it from `grouped_dense` and functions of single rows.
+        x: (..., features), floating: the same tokens, in the same order, as given to `route`.
+        routing: the result of `route`.
+        params: pytree of arrays whose first dimension is the expert. Inside `jax.shard_map` over
+            the expert axis it holds only the experts of this device.
+        expert_axis: name of the mesh axis that shards the experts, if the mesh has one.
 
     Example:
         >>> routing = route(jnp.ones((3, 4)), jnp.eye(4), 1)
@@ -312,7 +312,7 @@ def mixture(
 
     def run(x, scale, gates, chosen, params):
         chosen, own = devices.own_experts(chosen)
-        # Sort rows, one for each token and each of its experts, by expert.
+        # There is one row for each token and each of its chosen experts; sort rows by expert.
         order = jnp.argsort(chosen.ravel(), stable=True)
         ranks = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
         token, row = order // chosen.shape[1], ranks.reshape(chosen.shape)
@@ -341,12 +341,12 @@ _attach.defvjp(
 
 
 def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
-    """Return ``x``, and adds the gradient of ``weight * loss`` in the backward pass.
+    """Return ``x`` unchanged; the backward pass adds the gradient of ``weight * loss``.
 
     Args:
-        x: operand between the parameters of ``loss`` and the model's loss.
-        loss: scalar.
-        weight: static number.
+        x: any activation that the model's loss depends on.
+        loss: scalar auxiliary loss.
+        weight: static weight of the auxiliary loss.
 
     Example:
         >>> def loss(w):
@@ -359,7 +359,7 @@ def attach_loss(x: ArrayLike, loss: jax.Array, weight: float) -> ScaledArray:
 
 
 def token_rows(x: jax.Array) -> jax.Array:
-    """Reshape (..., features) to (tokens, features), keeping the first dimension's sharding."""
+    """Reshape (..., features) to (tokens, features), sharded as the first dimension was."""
     own = jax.typeof(x).sharding
     kept = own.spec[:1] if x.ndim > 1 else ()
     if any(own.spec[len(kept) :]):
@@ -368,7 +368,7 @@ def token_rows(x: jax.Array) -> jax.Array:
 
 
 def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
-    """Shard the tokens of (..., out) over explicit axes as those of ``x``, (..., in)."""
+    """Shard the token dimensions of ``y`` over explicit mesh axes like those of ``x``."""
     own = jax.typeof(x).sharding
     spec = PartitionSpec(*own.spec[:-1], None)
     return y if not any(spec) else jax.sharding.reshard(y, NamedSharding(own.mesh, spec))
@@ -378,11 +378,11 @@ class ExpertDevices(NamedTuple):
     """How a mesh shards the experts and tokens of a mixture."""
 
     axis: str  # mesh axis that shards the experts
-    size: int  # its number of devices, 1 if there is no such axis
-    manual: bool  # whether it is the axis of an enclosing `jax.shard_map`
-    experts: int  # number of all experts
+    size: int  # number of devices along it; 1 if the mesh has no such axis
+    manual: bool  # whether an enclosing `jax.shard_map` maps it
+    experts: int  # total number of experts
     explicit: frozenset[str]  # the explicit mesh axes
-    tokens: tuple[str, ...]  # those of them that shard the tokens
+    tokens: tuple[str, ...]  # the explicit mesh axes that shard the tokens
 
     @classmethod
     def of(cls, x: jax.Array, axis: str, experts: int) -> "ExpertDevices":
@@ -409,7 +409,7 @@ class ExpertDevices(NamedTuple):
         return cls(axis, size, manual, experts, frozenset(mesh.explicit_axes), tokens)
 
     def map(self, run: Callable[..., Any], *args: Any) -> tuple[jax.Array, Any]:
-        """Return ``run(x, scale, gates, chosen, params)``, on each device for its own experts."""
+        """Run ``run(x, scale, gates, chosen, params)`` on each device, for the device's experts."""
         by_expert = {self.axis} if self.size > 1 and not self.manual else set()
         names = by_expert | self.explicit
         if not names:
@@ -431,13 +431,13 @@ class ExpertDevices(NamedTuple):
         return jax.shard_map(run, in_specs=specs, out_specs=(rows, whole), axis_names=names)(*args)
 
     def own_experts(self, chosen: jax.Array) -> tuple[jax.Array, int]:
-        """Return indices among this device's own experts, and their number, for all others."""
+        """Return indices among this device's experts (their number for others), and the number."""
         count = self.experts // self.size
         own = chosen - (lax.axis_index(self.axis) * count if self.size > 1 else 0)
         return jnp.where((own >= 0) & (own < count), own, count), count
 
     def vary(self, x: jax.Array) -> jax.Array:
-        """Mark tokens as varying over devices, to sum their gradients in float32."""
+        """Mark tokens as varying over the expert axis, so that JAX sums gradients in float32."""
         if self.size == 1:
             return x
         return lax.pcast(widen(x), self.axis, to="varying").astype(x.dtype)

@@ -22,12 +22,12 @@ from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, tim
 
 
 class _How(NamedTuple):
-    """Static description of ``(x - mean) / sqrt(var + eps)``, the mean only if centered."""
+    """Static options of a norm. The mean is subtracted only if ``centered``."""
 
     eps: float
     centered: bool = True
     axes: tuple[int, ...] = (-1,)
-    groups: int | None = None  # the last axis is split into so many before `axes` are averaged
+    groups: int | None = None  # number of groups that the last axis is split into
 
     def split(self, x: jax.Array) -> jax.Array:
         """Return (..., groups, features / groups)."""
@@ -91,15 +91,15 @@ def _apply(how: _How, x: jax.Array, statistics: tuple[Any, jax.Array]) -> jax.Ar
 
 
 def _statistics(how: _How, x: jax.Array, scale: jax.Array | None) -> tuple[Any, jax.Array]:
-    """Return mean and inverse root, behind a barrier so that XLA computes them once."""
+    """Return mean and inverse standard deviation, behind a barrier: XLA computes them once."""
     mean, wide = None, widen(x)
     if how.groups is not None and scale is not None and scale.ndim:
         scale = scale[..., None]
     if not how.centered:
         square = how.mean(jnp.square(wide))
     elif how.axes == (-1,):
-        # One pass over the row, by distances from its first entry. That entry is at most n^1/2
-        # standard deviations from the mean, so the difference of squares loses at most n roundings.
+        # One pass over the row, with distances d from its first entry. That entry is at most n^1/2
+        # standard deviations from the mean, so the error of E[d^2] - E[d]^2 is at most n roundings.
         first = widen(x[..., :1])
         distance = wide - first
         offset, square = how.mean(distance), how.mean(jnp.square(distance))
@@ -111,22 +111,22 @@ def _statistics(how: _How, x: jax.Array, scale: jax.Array | None) -> tuple[Any, 
 
 
 def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax.Array:
-    """Return (square + eps / scale^2)^-1/2, as the value itself could leave float32's range."""
+    """Return (square + eps / scale^2)^-1/2; square * scale^2 could leave the range of float32."""
     root = math.sqrt(eps)
     if scale is None and root > 2.0**-40:
         return lax.rsqrt(square + square.dtype.type(root) ** 2)
-    # A constant where the square is 0, so that no infinite derivative is multiplied by 0.
+    # A constant where the square is 0: an infinite derivative times 0 would be NaN.
     is_zero = square == 0
     share = jnp.where(is_zero, 1, square)
     scale = jnp.ones((), square.dtype) if scale is None else scale.astype(square.dtype)
-    # The square of eps^1/2 / scale would overflow at scales below 2^-64 eps^1/2.
+    # For scales below 2^-64 eps^1/2 the square of eps^1/2 / scale would overflow.
     unit = jnp.clip(round_to_pow2(root / scale), 1, 2.0**126).astype(square.dtype)
     inverse = lax.rsqrt(share / unit / unit + jnp.square(root / scale / unit)) / unit
     return jnp.where(is_zero, scale / root, inverse)
 
 
 def _norm(op, x, gain, bias, how, uniform=(-1,), given=()) -> ScaledArray:
-    """Normalize with the statistics of ``x``, or with given ones."""
+    """Normalize with the statistics of ``x``, or with the mean and variance in ``given``."""
     data, scale = unpack(op, "x", x, uniform)
     if not how.eps >= 0:
         raise ValueError(f"unitscale.ops.{op}: eps must not be negative; got {how.eps!r}")
@@ -180,13 +180,13 @@ def layer_norm(
 ) -> ScaledArray:
     """Normalize the last axis to mean 0 and variance 1.
 
-    Scaling: `rules.norm`; the scale of x is dropped, eps being divided by its square.
+    Scaling: `rules.norm`. The result has no scale, because a norm removes the scale of x.
 
     Args:
         x: (..., features), floating.
         gain: (features,), or None.
         bias: (features,), or None.
-        eps: added to the variance of the value; not negative.
+        eps: added to the variance of the value (data times scale); not negative.
 
     Example:
         >>> print(layer_norm(jnp.array([1.0, 3.0])).data.round(3))
@@ -202,9 +202,9 @@ def layer_norm(
 def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) -> ScaledArray:
     """Normalize the last axis to RMS 1.
 
-    Scaling: As `layer_norm`.
+    Scaling: as in `layer_norm`.
 
-    Arguments are those of `layer_norm`, without a bias.
+    The arguments are those of `layer_norm`, without a bias.
 
     References:
         Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
@@ -223,10 +223,10 @@ def group_norm(
 ) -> ScaledArray:
     """Normalize each group of channels, over all positions, to mean 0 and variance 1.
 
-    Scaling: As `layer_norm`.
+    Scaling: as in `layer_norm`.
 
-    Arguments are those of `layer_norm`, with x (batch, ..., features), and ``num_groups``
-    groups of neighbouring features, which divide their number.
+    The arguments are those of `layer_norm`, with x (batch, ..., features). ``num_groups`` is the
+    number of groups of neighboring features; it must divide the number of features.
 
     References:
         Wu, He, "Group Normalization", 2018, arXiv 1803.08494.
@@ -252,10 +252,10 @@ def batch_norm(
 ) -> ScaledArray:
     """Normalize each feature, over all other axes, to mean 0 and variance 1.
 
-    Scaling: As `layer_norm`.
+    Scaling: as in `layer_norm`.
 
-    Arguments are those of `layer_norm`, and ``statistics``: mean and variance (features,) to use in
-    place of those of ``x``, such as a running average of `batch_statistics`.
+    The arguments are those of `layer_norm`. If ``statistics``, mean and variance (features,), are
+    given, they replace those of ``x``: pass running averages of `batch_statistics` to evaluate.
 
     References:
         Ioffe, Szegedy, "Batch Normalization", 2015, arXiv 1502.03167.
@@ -270,7 +270,7 @@ def batch_norm(
 
 
 def batch_statistics(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Return mean and variance of each feature over all other axes, float32 (features,)."""
+    """Return mean and variance of each feature over all other axes, in float32 (features,)."""
     rows = tuple(range(_rank("batch_statistics", x, 2, "(..., features)") - 1))
     data, scale = unpack("batch_statistics", "x", x, rows)
     wide = lax.stop_gradient(widen(data))

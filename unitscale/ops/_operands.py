@@ -1,4 +1,4 @@
-"""Helpers of all ops (unpack operands, compute in float32, add with weights), and `unit_scaled`."""
+"""Helpers of the ops (unpack operands, compute in float32, weighted sums), and `unit_scaled`."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ from ..core import (
 from ..rules import Constraint, Factors
 
 ArrayLike: TypeAlias = jax.Array | ScaledArray
-"""An operand of an op, such as of `dense`: an array or a ScaledArray."""
+"""Operand type of ops such as `dense`: an array or a ScaledArray."""
 
 Operand: TypeAlias = tuple[jax.Array, Scale]
 
@@ -40,9 +40,9 @@ Operand: TypeAlias = tuple[jax.Array, Scale]
 def unpack(
     op: str, name: str, x: Any, uniform: tuple[int, ...] | EllipsisType | None = None
 ) -> Operand:
-    """Return data and scale of an operand, the scale made constant along the axes ``uniform``.
+    """Return data and scale of an operand, with the same scale all along the axes ``uniform``.
 
-    The rest of a scale that varies along them is multiplied into the data. ``...`` is all axes.
+    Variation of the scale along these axes is moved into the data. ``...`` means all axes.
     """
     try:
         data, scale = x.pair if isinstance(x, ScaledArray) else (jnp.asarray(x), None)
@@ -64,20 +64,20 @@ def unpack(
         return data, full
     full = to_float(full)
     largest = safe_scale(jnp.max(full, axis=axes, keepdims=True))
-    # The ratio is a power of two of at most 1, so bfloat16 holds the result; float16 would not.
+    # The ratio is a power of two, at most 1. bfloat16 has the range for the result, float16 not.
     dtype = data.dtype if data.dtype == jnp.bfloat16 else widen(data).dtype
     data = (widen(data) * (full / largest)).astype(dtype)
     return data, jnp.reshape(largest, ()) if largest.size == 1 else largest
 
 
 def multiply_scales(data: jax.Array, left: Scale, right: Scale) -> Operand:
-    """Multiply scales; the part beyond float32's normal numbers is multiplied into the data."""
+    """Multiply two scales; what exceeds float32's normal range multiplies the data instead."""
     scale, rest = bounded_product(left, right)
     return data if isinstance(rest, int) else narrow(widen(data) * rest, data.dtype), scale
 
 
 def output_dtype(*operands: Any) -> Any:
-    """Return the promoted dtype of operands, 8-bit data counting as bfloat16."""
+    """Return the promoted dtype of operands, where 8-bit data counts as bfloat16."""
     arrays = (x.data if isinstance(x, ScaledArray) else jnp.asarray(x) for x in operands)
     return result_dtype(*arrays)
 
@@ -88,18 +88,18 @@ def scale_argument(scale: Scale) -> jax.Array | None:
 
 
 def times(x: Any, factor: Any) -> jax.Array:
-    """Multiply, except by None and by the number 1."""
+    """Return ``x * factor``, or ``x`` itself if the factor is None or 1."""
     return x if factor is None or (isinstance(factor, float) and factor == 1) else x * factor
 
 
 def num_sharing(x: jax.Array, other: jax.Array, is_broadcast: bool) -> int:
-    """Return over how many shards of the batch the gradient of ``x`` is summed."""
+    """Return how many shards of the batch the gradient of ``x`` is summed over."""
     shards = num_batch_shards(x, other)
     return shards if is_broadcast else shards // num_batch_shards(x)
 
 
 def broadcast_shapes(op: str, expected: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that shapes broadcast to, or raises."""
+    """Return the common shape that shapes broadcast to, or raise a ValueError."""
     try:
         return jnp.broadcast_shapes(*shapes.values())
     except ValueError:
@@ -107,13 +107,13 @@ def broadcast_shapes(op: str, expected: str, **shapes: tuple[int, ...]) -> tuple
 
 
 def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Return whether an array of a shape broadcasts to a shape."""
+    """Return whether an array of shape ``shape`` broadcasts to shape ``target``."""
     pairs = zip(shape[::-1], target[::-1], strict=False)
     return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
 
 
 def shape_error(op: str, expected: str, hint: str = "", /, **shapes: tuple[int, ...]) -> ValueError:
-    """Build the error for operands whose shapes do not fit."""
+    """Return a ValueError for operands whose shapes do not fit."""
     got = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
     return ValueError(f"unitscale.ops.{op}: {expected}; got {got}. {hint}".rstrip())
 
@@ -148,10 +148,10 @@ def wide_op(
     constants: tuple[Any, ...] = (),
     out_dtype: Any = None,
 ) -> jax.Array:
-    """Compute ``f(*static, *args, *constants)`` in float32, times the factors, and rounds once.
+    """Compute ``f(*static, *args, *constants)`` in float32, multiply by the factors, round once.
 
-    The backward pass recomputes the function from the narrow operands. ``constants`` have no
-    gradient. The result has by default the dtype of the first of ``args``.
+    The backward pass recomputes the function from the narrow operands. ``constants`` get no
+    gradient. By default the result has the dtype of the first of ``args``.
     """
     out_dtype = jnp.dtype(result_dtype(args[0]) if out_dtype is None else out_dtype)
     factors = Factors(1.0, (1.0,) * len(args)) if factors is None else factors
@@ -165,7 +165,7 @@ def _combine(operands, ratios, traced, weights, bwd, out_dtype, avals):
         for x, ratio, variable, weight in zip(operands, ratios, traced, weights, strict=True)
     )
     y = narrow(left + right, out_dtype)
-    # Every later layer reads a residual stream: keep it in 16 bits.
+    # Every later layer reads the residual stream: make XLA store it in 16 bits.
     return materialize(y) if y.dtype.itemsize == 2 else y
 
 
@@ -196,7 +196,7 @@ def combine(
     scale: Scale | str = "left",
     out: Any = None,
 ) -> ScaledArray:
-    """Return the weighted sum of two operands, with a backward factor for each.
+    """Return the weighted sum of two operands at ``scale``, with a backward factor for each.
 
     data = sum of weights[i] * x[i].data * (x[i].scale / scale) in float32, rounded once;
     dx[i] = bwd[i] * (x[i].scale / scale) * dy. Weights may be arrays.
@@ -220,7 +220,7 @@ def combine(
 
 
 def _in_order(fn, floats, count, *args):
-    """Call ``fn`` with its floating arguments first in ``args``, and the others after them."""
+    """Call ``fn`` with ``args`` in their original order; floating ones come first in ``args``."""
     order = (*floats, *(i for i in range(count) if i not in floats))
     by_position = dict(zip(order, args, strict=True))
     return fn(*(by_position[i] for i in range(count)))
@@ -228,11 +228,11 @@ def _in_order(fn, floats, count, *args):
 
 @dataclasses.dataclass(frozen=True)
 class UnitScaled:
-    """A function with unit-scaling factors, made by `unit_scaled`. Call it as the function.
+    """A function with unit-scaling factors; the result of `unit_scaled`. Call it like the function.
 
     Attributes:
         fn: the function.
-        factors: the constrained factors, a backward one per floating argument.
+        factors: the constrained factors, with one backward factor per floating argument.
         floats: positions of the floating arguments.
         is_loss: whether the result is a scalar.
     """
@@ -243,7 +243,7 @@ class UnitScaled:
     is_loss: bool
 
     def __call__(self, *args: Any) -> Any:
-        """Return ``fwd * fn(*args)``: a ScaledArray without a scale, or a scalar for a loss."""
+        """Return ``fwd * fn(*args)`` as a ScaledArray without a scale; a scalar array if a loss."""
         values = [x.value if is_scaled(x) else jnp.asarray(x) for x in args]
         floating = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.floating)]
         if tuple(floating) != self.floats:
@@ -271,23 +271,23 @@ def unit_scaled(
     cut: Sequence[int] = (),
     seeds: int = 32,
 ) -> UnitScaled:
-    """Make a unit-scaled op of any function, with factors found by simulation.
+    """Turn any function into a unit-scaled op, with factors found by simulation.
 
-    Scaling: `rules.closed_form` if a rule is known, else `rules.simulate`, for the shapes of the
-    example. Arguments in ``cut`` keep their own backward factors, the others share one with the
-    result. A scalar result is a loss, with forward factor 1. Scales are applied.
+    Scaling: `rules.closed_form` if the function has a known rule, else `rules.simulate`, with the
+    shapes of the example. Arguments in ``cut`` keep their own backward factors; the others share
+    one with the result. A scalar result is a loss, with forward factor 1. ``fn`` gets values.
 
     Args:
-        fn: hashable function of arrays, computed in float32, returning one floating array.
-        example: arguments; only the shapes of floating ones count.
+        fn: hashable function of arrays that returns one floating array. It runs in float32.
+        example: example arguments; of floating ones only the shapes matter.
         constraint: see `unitscale.ops`.
         cut: positions of arguments that are cut edges, such as weights.
         seeds: number of random draws.
 
     Raises:
         TypeError: if JAX cannot trace ``fn``, or the result is not one floating array.
-        ValueError: if no argument is floating, ``cut`` names one that is not, or the result or a
-            gradient is constant.
+        ValueError: if no argument is floating, if ``cut`` names one that is not floating, or if the
+            result or a gradient is constant.
 
     Example:
         >>> decay = unit_scaled(lambda x: jax.lax.cumsum(x) / 3, [jnp.zeros(512)])

@@ -1,4 +1,4 @@
-"""Readout and cross entropy in one op, over chunks of tokens, without keeping the logits."""
+"""Readout and cross entropy in one op, computed in chunks of tokens without storing the logits."""
 
 import math
 from collections.abc import Callable
@@ -43,12 +43,13 @@ from ._loss import (
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack
 
 _OP = "readout_cross_entropy"
-# 512 MiB in float32. Smaller chunks are bound by memory: each adds to the kernel's gradient.
+# Logits per chunk: 512 MiB in float32. Each chunk also reads and writes the kernel's gradient, so
+# smaller ones would be limited by memory bandwidth.
 MOST_LOGITS = 2**27
 
 
 class _Statics(NamedTuple):
-    """Static arguments."""
+    """Static arguments of `_cross_entropy`."""
 
     x_dtype: Any
     spec: Contraction
@@ -56,11 +57,11 @@ class _Statics(NamedTuple):
     config: MatmulConfig | None
     out_dtype: Any
     mult: float
-    factor: float  # of each token's gradient by its logits
+    factor: float  # backward factor of the logits
     reduction: Reduction
     vocab: int
     chunks: int
-    logits_dtype: Any  # dtype of the operands in the forward matmul; None: the formats of config
+    logits_dtype: Any  # dtype of the operands in the forward matmul; None for config's formats
     axes: tuple[str, ...]  # mesh axes that shard the tokens
 
 
@@ -68,13 +69,13 @@ class _Rows(NamedTuple):
     """Arrays with one entry per token."""
 
     x: jax.Array
-    labels: Any  # whose cotangent is None
+    labels: Any  # integers; in a tree of cotangents, None
     where: jax.Array | None
-    weight: jax.Array | None = None  # cotangent of a token's loss
+    weight: jax.Array | None = None  # cotangent of each token's loss
 
 
 class _Shared(NamedTuple):
-    """Arrays that all tokens share."""
+    """Arrays shared by all tokens."""
 
     kernel: jax.Array
     state: QuantState | None
@@ -85,7 +86,7 @@ class _Shared(NamedTuple):
 def _chunk(
     matmul: Multiplier, shared: _Shared, rows: _Rows, how: _Statics
 ) -> tuple[jax.Array, Callable[[jax.Array | None], tuple[Any, ...]]]:
-    """Return the losses of a chunk, and a function from their cotangents to gradients."""
+    """Return the losses of a chunk, and a function that turns their cotangents into gradients."""
     y, part = matmul(rows.x)
     scale, rest = bounded_product(shared.x_scale, shared.scale)
 
@@ -106,7 +107,7 @@ def _chunk(
 
 
 def _mantissa_bits(config: MatmulConfig | None) -> int | None:
-    """Return the mantissa bits of the 8-bit format of cotangents, or None."""
+    """Return the mantissa bits of the cotangents' format if it has 8 bits, else None."""
     bits = None if config is None else format_of(config.cotangent).mantissa_bits
     return bits if bits is not None and bits < format_of("bfloat16").mantissa_bits else None
 
@@ -114,8 +115,8 @@ def _mantissa_bits(config: MatmulConfig | None) -> int | None:
 def _evaluate(
     rows: _Rows, shared: _Shared, how: _Statics, with_gradients: bool
 ) -> tuple[jax.Array, Any, Any, Any]:
-    """Return losses and gradients by x of all tokens, and gradients by kernel and state."""
-    # Where tokens are sharded, each device holds all that its tokens are multiplied by.
+    """Return the losses of all tokens, and the gradients of x, kernel and state."""
+    # If tokens are sharded, the kernel is replicated over the devices that shard them.
     columns = TENSOR_AXES if axes_size(TENSOR_AXES) > 1 else ()
     matmul = Multiplier(
         shared.kernel,
@@ -150,7 +151,7 @@ def _cross_entropy(rows: _Rows, shared: _Shared, how: _Statics) -> jax.Array:
 
 def _fwd(rows: _Rows, shared: _Shared, how: _Statics):
     """Compute the gradients of a sum or mean in the forward pass, while a chunk's logits exist."""
-    # The cotangents of reduction "none" come too late: it computes the logits again.
+    # With reduction "none" the cotangents are not known yet: the backward pass recomputes logits.
     if how.reduction == "none":
         return _cross_entropy(rows, shared, how), (rows, shared)
     losses, *gradients = _evaluate(rows, shared, how, with_gradients=True)
@@ -190,10 +191,10 @@ def readout_cross_entropy(
     state: QuantState | None = None,
     logits_dtype: Any = None,
 ) -> jax.Array:
-    """Return the cross entropy of labels under the logits of a readout, chunk by chunk.
+    """Return the cross entropy of a readout's logits in chunks of tokens, without storing them all.
 
-    Scaling: As `softmax_cross_entropy` of `readout`, up to the order of sums. Amax statistics are
-    those of a chunk. Gradients of logits in 8 bits are dithered, so that a token's still sum to 0.
+    Scaling: as in `softmax_cross_entropy` of `readout`, up to the order of sums. Amax statistics
+    are per chunk. 8-bit gradients of logits are dithered, which keeps their sum per token near 0.
 
     Args:
         x: (..., in), floating.
@@ -201,16 +202,16 @@ def readout_cross_entropy(
         labels: (...), integers in [0, V), as for `softmax_cross_entropy`.
         mult: static multiplier of the logits (inverse temperature).
         where: (...), boolean, as for `softmax_cross_entropy`.
-        reduction: as for `softmax_cross_entropy`; "none" computes the logits again in the backward
-            pass.
-        constraint: that of `readout`.
-        transposed: whether the kernel is (V, in), as a table of embeddings is.
-        vocab: number of classes if the kernel has more columns, as padding; None for all.
-        chunk_size: tokens of a chunk; by default as many as have 2^27 logits on each device.
+        reduction: as for `softmax_cross_entropy`; with "none" the backward pass recomputes the
+            logits.
+        constraint: as for `readout`.
+        transposed: whether the kernel is (V, in), like an embedding table.
+        vocab: number of classes, if the last columns of the kernel are padding; None for all.
+        chunk_size: tokens per chunk; by default at most about 2^27 logits per chunk and device.
         config: see `matmul`.
         state: see `matmul`.
-        logits_dtype: dtype of x and the kernel in the forward matmul, such as "bfloat16", because
-            operands in 8 bits raise the loss; None for the formats of ``config``.
+        logits_dtype: dtype of x and kernel in the forward matmul, such as "bfloat16"; None for the
+            formats of ``config``. The loss is lower than with 8-bit operands.
 
     Example:
         >>> x, kernel = jnp.ones((2, 16)), jnp.zeros((16, 4))
@@ -282,7 +283,7 @@ def readout_cross_entropy(
 
 
 def _num_chunks(tokens: int, columns: int, chunk_size: int | None, x: jax.Array) -> int:
-    """Return the number of chunks; by default a power of two, which divides most batches."""
+    """Return the number of chunks; by default a power of two, because it divides most batches."""
     if chunk_size is not None:
         return max(-(-tokens // chunk_size), 1)
     sharding = jax.typeof(x).sharding
@@ -294,7 +295,7 @@ def _num_chunks(tokens: int, columns: int, chunk_size: int | None, x: jax.Array)
 
 
 def token_axes(lead: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the mesh axes that shard the tokens of `join_tokens`."""
+    """Return the mesh axes that shard the result of `join_tokens`."""
     return BATCH_AXES if _sequence_shards(lead) == 1 else (*CONTEXT_AXES, *BATCH_AXES)
 
 
@@ -304,8 +305,8 @@ def _sequence_shards(lead: tuple[int, ...]) -> int:
 
 
 def join_tokens(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Reshape (*lead, ...) to (tokens, ...), the tokens of each device together."""
-    # XLA cannot shard a dimension merged into an earlier one, so shards of sequences come first.
+    """Reshape (*lead, ...) to (tokens, ...), with the tokens of each device next to each other."""
+    # XLA cannot keep the sharding of the second of two merged dimensions: move its shards first.
     shards, rest = _sequence_shards(lead), x.shape[len(lead) :]
     if shards > 1:
         x = jnp.swapaxes(x.reshape(lead[0], shards, lead[1] // shards, *rest), 0, 1)
@@ -324,9 +325,9 @@ _Body = Callable[[Any], tuple[Any, Any]]
 
 
 def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BATCH_AXES) -> Any:
-    """Apply ``body`` to chunks of rows; sums its first results and joins its second ones.
+    """Apply ``body`` to chunks of rows; sum its first results and concatenate its second ones.
 
-    Each device of the mesh axes ``axes`` keeps its own sum, to communicate once, not per chunk.
+    Each device along the mesh axes ``axes`` keeps its own sum, and devices communicate only once.
     """
     tokens, devices = jax.tree.leaves(rows)[0].shape[0], axes_size(axes)
     if chunks == 1:
@@ -366,7 +367,7 @@ def _scan_chunks(body: _Body, rows: Any, chunks: int, axis: int) -> Any:
         return jax.tree.map(jnp.add, total, parts), out
 
     split_rows = jax.tree.map(split, rows)
-    # The sum begins with the first chunk: zeros as large as the kernel would be written and read.
+    # Start the sum with the first chunk, because zeros of the kernel's size cost memory traffic.
     total, first = body(jax.tree.map(lambda x: x[0], split_rows))
     total, others = lax.scan(add, total, jax.tree.map(lambda x: x[1:], split_rows))
     out = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), first, others)

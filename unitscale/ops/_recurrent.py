@@ -1,7 +1,7 @@
-"""Gates and cells of recurrent networks: what follows the projections of input and state.
+"""Gates and cells of recurrent networks, applied after the projections of input and state.
 
-A state has no scale, whatever the scales of the operands, because the carry of a scan must keep its
-structure.
+A state never has a scale, even if the operands do, because the carry of a `jax.lax.scan` must keep
+its structure.
 """
 
 import math
@@ -21,7 +21,7 @@ from ._residual import add, weighted_add
 def _gates(weight, *operands):
     count = len(operands) // 2
     state, candidate, *gates = map(times, operands[:count], operands[count:])
-    # A single gate takes by its negative, because 1 - sigmoid would cancel.
+    # sigmoid(-gate) is more accurate than 1 - sigmoid(gate).
     forget, take = (gates[0], -gates[0]) if len(gates) == 1 else gates
     return lax.logistic(forget) * state + lax.logistic(take) * (weight * candidate)
 
@@ -45,18 +45,18 @@ def gated_update(
     reset: bool = False,
     period: int = 1,
 ) -> ScaledArray:
-    """Move a state towards a candidate: the convex combination of a GRU or a highway layer.
+    """Mix a state with a candidate state, as in a GRU or a highway layer.
 
-    Scaling: s * state + (1 - s) * weight * candidate with s = sigmoid(gate) and the weight of
-    `rules.gated_update`. Scales are applied, and every gradient is the true one.
+    Scaling: s * state + (1 - s) * weight * candidate, where s = sigmoid(gate) and the weight is
+    `rules.gated_update`. Operands are multiplied by their scales; all gradients are exact.
 
     Args:
         state: operand; the result has its dtype.
-        candidate: unit tanh of the same shape.
-        gate: logits of keeping the state, of the same shape.
-        share: share of the variance of the candidate's argument that comes from the state.
-        reset: whether a gate multiplies the state in the candidate's argument.
-        period: number of updates until a kernel is used again.
+        candidate: output of `tanh`, of the same shape.
+        gate: logits of the gate, of the same shape; large logits keep the state.
+        share: fraction of the variance of the tanh's argument that comes from the state.
+        reset: whether a gate multiplies the state's part of the tanh's argument.
+        period: number of updates after which the same kernel is used again.
     """
     weight = rules.gated_update(share, reset=reset, period=period)
     return _gated("gated_update", weight, state=state, candidate=candidate, gate=gate)
@@ -70,24 +70,24 @@ def gated_sum(
     *,
     share: float = 0.5,
 ) -> ScaledArray:
-    """Add a candidate to a state, each through a gate of its own: the cell state of an LSTM.
+    """Add a state and a candidate, each multiplied by its own gate, as in an LSTM.
 
-    Scaling: sigmoid(forget) * state + sigmoid(input_gate) * weight * candidate with the weight of
-    `rules.gated_sum`. Scales are applied, and every gradient is the true one.
+    Scaling: sigmoid(forget) * state + sigmoid(input_gate) * weight * candidate, where the weight is
+    `rules.gated_sum`. Operands are multiplied by their scales; all gradients are exact.
 
-    Arguments are those of `gated_update`, with one gate for the state and one for the candidate.
+    The arguments are those of `gated_update`, with separate gates for state and candidate.
     """
     operands = {"state": state, "candidate": candidate, "forget": forget, "input_gate": input_gate}
     return _gated("gated_sum", rules.gated_sum(share), **operands)
 
 
 def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
-    """Apply the gates of a GRU, and returns the new state (..., features).
+    """Apply the gates of a GRU, and return the new state (..., features).
 
-    ``x`` and ``h`` are projections of input and state (..., 3 features): r, z, n.
+    ``x`` and ``h`` are the projections of input and state, (..., 3 features), in the order r, z, n.
 
     Scaling: r = add(x_r, h_r), z = add(x_z, h_z), n = tanh(add(x_n, sigmoid_glu(h_n, r))), all
-    unit; the new state is `gated_update` of n by z.
+    unit. The new state is gated_update(state, n, z).
     """
     x_r, x_z, x_n = _split("gru", state, "x", x, 3)
     h_r, h_z, h_n = _split("gru", state, "h", h, 3)
@@ -96,12 +96,12 @@ def gru(state: ArrayLike, x: ArrayLike, h: ArrayLike) -> ScaledArray:
 
 
 def lstm(cell: ArrayLike, x: ArrayLike, h: ArrayLike) -> tuple[ScaledArray, ScaledArray]:
-    """Apply the gates of an LSTM, and returns ``(cell, hidden)``, each (..., features).
+    """Apply the gates of an LSTM, and return ``(cell, hidden)``, each (..., features).
 
-    ``x`` and ``h`` are projections of input and hidden state (..., 4 features): i, f, g, o.
+    ``x`` and ``h`` are the projections of input and hidden state, (..., 4 features): i, f, g, o.
 
-    Scaling: i, f, g, o are sums of the two projections, all unit. The new cell state is `gated_sum`
-    of tanh(g) by f and i, and the hidden state sigmoid_glu(tanh(cell), o).
+    Scaling: i, f, g, o are sums of the two projections, all unit. The new cell state is
+    gated_sum(cell, tanh(g), f, i), and the hidden state is sigmoid_glu(tanh(cell), o).
     """
     parts = zip(_split("lstm", cell, "x", x, 4), _split("lstm", cell, "h", h, 4), strict=True)
     input_gate, forget, candidate, output = (add(a, b) for a, b in parts)
@@ -112,15 +112,15 @@ def lstm(cell: ArrayLike, x: ArrayLike, h: ArrayLike) -> tuple[ScaledArray, Scal
 def highway(
     state: ArrayLike, h: ArrayLike, x: ArrayLike | None = None, *, depth: int = 1
 ) -> ScaledArray:
-    """Apply the gates of one layer of a recurrent highway cell, and returns the new state.
+    """Apply the gates of one layer of a recurrent highway cell, and return the new state.
 
-    Scaling: `gated_update` of tanh(n) by z, where z and n are the sums of the two projections, or
-    the state's alone; the transform gate is 1 - sigmoid(z).
+    Scaling: gated_update(state, tanh(n), z), where z and n are the sums of the projections of state
+    and input, or without ``x`` the projections of the state.
 
     Args:
         state: (..., features).
-        h: projection of the state (..., 2 features): z, n.
-        x: projection of the input, of the same shape, in the first layer of the cell.
+        h: projection of the state, (..., 2 features), in the order z, n.
+        x: projection of the input, of the same shape; only in the first layer of the cell.
         depth: number of layers of the cell.
     """
     gate, candidate = _split("highway", state, "h", h, 2)
@@ -139,10 +139,10 @@ def simple_rnn(
     activation: Callable[[jax.Array], jax.Array] = jnp.tanh,
     residual: bool = False,
 ) -> ScaledArray:
-    """Apply the activation of a simple recurrent network, and returns the new state.
+    """Apply the activation of a simple recurrent network, and return the new state.
 
-    Scaling: elementwise(activation, (x + h) / 2^1/2), or of (x + h + state) / 3^1/2 if residual;
-    unit for an odd activation such as tanh. Every gradient is the true one.
+    Scaling: elementwise(activation, (x + h) / 2^1/2), with (x + h + state) / 3^1/2 if residual. The
+    state is unit for an odd activation such as tanh. All gradients are exact.
 
     Args:
         state: (..., features); the result has its dtype.

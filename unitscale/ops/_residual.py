@@ -1,4 +1,4 @@
-"""Sums of activations: add, weighted add, residual branches, and one input of several matmuls."""
+"""Sums of activations (add, weighted_add, residual branches), and inputs used several times."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from ._operands import (
 )
 
 Tau = float | rules.ResidualFactors
-"""The weight of a residual branch, or `rules.residual` of it, whose numbers may be arrays."""
+"""Weight of a residual branch: a number, or the result of `rules.residual` (arrays allowed)."""
 
 _NUMBER = int, float, np.integer, np.floating
 
@@ -33,13 +33,13 @@ def add(
 ) -> ScaledArray:
     """Add two independent activations.
 
-    Scaling: `rules.add`. The result has the common scale sqrt(sx^2 + sy^2), rounded to a power of
-    two. A Python or NumPy number is added as it is, and changes neither scale nor gradient.
+    Scaling: `rules.add`. The result has the scale sqrt(sx^2 + sy^2) rounded to a power of two, for
+    operands with scales sx and sy. Adding a Python or NumPy number keeps scale and gradient.
 
     Args:
-        x: operand, or a number if ``y`` is not.
-        y: the same, broadcasting with ``x``.
-        constraint: see `unitscale.ops`; None where each operand is a cut edge.
+        x: operand; or a number, if ``y`` is an array.
+        y: operand that broadcasts with ``x``; or a number.
+        constraint: see `unitscale.ops`; None is correct if both operands are cut edges.
     """
     if isinstance(x, _NUMBER) and not isinstance(y, _NUMBER):
         x, y = y, x
@@ -67,8 +67,8 @@ def weighted_add(
 ) -> ScaledArray:
     """Add two independent activations with static weights.
 
-    Scaling: `rules.weighted_add`: (w0 * x + w1 * y) / sqrt(w0^2 + w1^2) at the common scale of
-    `add`, with the true derivative.
+    Scaling: `rules.weighted_add`: (w0 * x + w1 * y) / sqrt(w0^2 + w1^2), with the scale of `add`
+    and exact gradients.
     """
     if len(weights) != 2:
         raise ValueError(
@@ -89,15 +89,15 @@ def _aligned(left: Operand, right: Operand, weights: Any, bwd: Any, out: Any = N
 
 
 def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
-    """Split a stream into the input of a residual branch and the skip connection.
+    """Split the residual stream into the input of a branch and the skip connection.
 
-    Scaling: `rules.residual`. The weights of `residual_add` multiply the gradients here instead, so
-    that gradients inside the branch are unit scaled.
+    Scaling: `rules.residual`. In the backward pass the weights of `residual_add` are applied here,
+    so that gradients inside the branch are unit scaled.
 
     Args:
         x: operand.
-        tau: positive static ratio of the branch to the skip connection, or `rules.residual` of it,
-            whose numbers may be arrays.
+        tau: positive static weight of the branch relative to the skip connection, or the result of
+            `rules.residual`, whose weights may be arrays.
 
     Returns:
         ``(branch, skip)``, both equal to ``x``.
@@ -111,8 +111,8 @@ def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
 def residual_add(branch: ArrayLike, skip: ArrayLike, tau: Tau) -> ScaledArray:
     """Add a residual branch to its skip connection.
 
-    Scaling: `rules.residual`: (tau * branch + skip) / (1 + tau^2)^1/2 at the common scale of `add`;
-    the identity backward. Shapes must agree, and the result has the dtype of ``skip``.
+    Scaling: `rules.residual`: (tau * branch + skip) / (1 + tau^2)^1/2, with the scale of `add`; the
+    cotangent passes unchanged to both. Shapes must be equal; the result has the dtype of ``skip``.
     """
     left = unpack("residual_add", "branch", branch)
     right = unpack("residual_add", "skip", skip)
@@ -156,10 +156,10 @@ def _multiply_gradient(x: ScaledArray, factor: Any) -> ScaledArray:
 
 
 def fan_out(x: ArrayLike, count: int) -> tuple[ScaledArray, ...]:
-    """Give one activation to several matmuls, such as those of query, key and value.
+    """Return ``count`` copies of an activation, for several matmuls such as query, key and value.
 
-    Scaling: Identities. Gradients are added in the order of the outputs, so that XLA accumulates
-    them inside the matmuls (cuBLAS's beta term).
+    Scaling: none. Gradients are added in the order of the copies, so that XLA accumulates them
+    inside the matmuls (cuBLAS's beta term).
 
     References:
         NVIDIA, cuBLAS library, cublasLtMatmul: D = alpha * A B + beta * C.
@@ -177,7 +177,7 @@ def _fan_out(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
 
 def _fan_out_bwd(count: int, _: None, gradients: Any) -> tuple[jax.Array]:
     dtype = gradients[0].dtype
-    if dtype.itemsize == 1:  # 8-bit sums would round at each step, and not saturate
+    if dtype.itemsize == 1:  # sums in 8 bits would round at each step and not saturate
         gradients = map(widen, gradients)
     return (narrow(reduce(lambda total, gradient: gradient + total, gradients), dtype),)
 
