@@ -1,6 +1,6 @@
-"""Quantized matmuls: scaling strategies and formats, one matmul core, amax state, FP8 reports.
+"""Quantized matmuls: scaling strategies, formats, amax state, and reports on compiled FP8 kernels.
 
-Nothing here depends on layers or unit-scaling rules: factors come in as static numbers.
+This package does not know about layers or scaling rules: callers pass factors as static numbers.
 """
 
 # For users.

@@ -1,7 +1,7 @@
 """Report which matmuls of a compiled GPU program became FP8 kernels, and why the others did not.
 
-XLA makes an FP8 kernel of a matmul only if it recognizes the pattern; it computes any other in 16
-bits, silently. Everything here is read from the text of the optimized program (HLO).
+XLA compiles a matmul to an FP8 kernel only if it recognizes the pattern; otherwise it silently uses
+16 bits. This module reads the text of the optimized program (HLO).
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-# Instructions that run another computation on their own operands, one for one.
+# Instructions that pass all their operands, in order, to another computation.
 _CALLS = frozenset({"fusion", "call", "async-start"})
-# Instructions that keep values, by the operand that has them.
+# Instructions whose result has the values of one operand, with the index of that operand.
 _UNCHANGED = dict.fromkeys(
     ("convert", "bitcast", "bitcast-convert", "reshape", "transpose", "copy", "pad", "slice")
     + ("dynamic-slice", "broadcast", "concatenate", "negate", "all-gather", "optimization-barrier"),
@@ -25,44 +25,44 @@ _UNCHANGED = dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True)
 class HloInstruction:
-    """One instruction of a program; ``operands`` are names in the same computation."""
+    """One HLO instruction; ``operands`` are names of instructions in the same computation."""
 
     name: str
     computation: str
     opcode: str
-    dtype: str  # HLO's name, such as "bf16"; of the first element for a tuple, as the shape
+    dtype: str  # HLO's name, such as "bf16"; for a tuple, dtype and shape are the first element's
     shape: tuple[int, ...]
     operands: tuple[str, ...]
     attributes: str  # the text after the operands
-    literal: str  # the text between the parentheses, such as a parameter's number
-    types: tuple[tuple[str, tuple[int, ...]], ...]  # of the result, or of each element of a tuple
+    literal: str  # the text between the parentheses, such as the number of a parameter
+    types: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape; one pair per tuple element
 
     @functools.cached_property
     def calls(self) -> tuple[str, ...]:
-        """Name of the computations that it runs."""
+        """Names of the computations that this instruction calls."""
         one = re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", self.attributes)
         branches = _found(r"branch_computations=\{([^}]*)\}", self.attributes)
         return (*one, *re.findall(r"[\w.\-]+", branches))
 
     @property
     def trips(self) -> int:
-        """How often a while loop runs its body, where XLA knows; else 1."""
+        """Number of iterations of a while loop if XLA knows it; else 1."""
         count = _found(r'"known_trip_count":\s*\{"n":\s*"(\d+)"\}', self.attributes)
         return int(count) if self.opcode == "while" and count else 1
 
     def quoted(self, key: str) -> str:
-        """The quoted value of an attribute, such as "custom_call_target"; "" if it has none."""
+        """Return the value of a quoted attribute such as "custom_call_target"; "" if missing."""
         return _found(rf'\b{key}="((?:[^"\\]|\\.)*)"', self.attributes)
 
 
 @dataclasses.dataclass(frozen=True)
 class HloProgram:
-    """A program: for each computation its instructions by name, in order, and more."""
+    """A parsed HLO program: its computations, and how they call each other."""
 
-    computations: dict[str, dict[str, HloInstruction]]
+    computations: dict[str, dict[str, HloInstruction]]  # instructions by name, in program order
     roots: dict[str, str]  # name of each computation's result
-    callers: dict[str, HloInstruction]  # of each computation but the entry
-    frames: dict[str, tuple[str, ...]]  # "file:line" of each stack frame, and of its callers
+    callers: dict[str, HloInstruction]  # the instruction that calls each computation
+    frames: dict[str, tuple[str, ...]]  # "file:line" of each stack frame and its callers
     entry: str = ""
     header: str = ""  # the first line, which states the number of devices
 
@@ -72,7 +72,7 @@ class HloProgram:
         return [i for body in self.computations.values() for i in body.values()]
 
     def operand(self, instruction: HloInstruction, index: int) -> HloInstruction | None:
-        """Return the instruction that computes an operand, looking into and out of fusions."""
+        """Return the instruction that computes an operand, even across fusions and calls."""
         found = self._operand(instruction, index)
         while found is not None:
             caller = self.callers.get(found.computation)
@@ -100,14 +100,14 @@ class HloProgram:
         return self.computations[instruction.computation].get(names[0]) if names else None
 
     def _root(self, instruction: HloInstruction | None) -> HloInstruction | None:
-        """The result of the computation that a fusion or call runs."""
+        """Return the result instruction of the computation that a fusion or call runs."""
         if instruction is None or instruction.opcode not in _CALLS or not instruction.calls:
             return None
         called = instruction.calls[0]
         return self.computations[called][self.roots[called]] if called in self.roots else None
 
     def trips(self, instruction: HloInstruction) -> int:
-        """Return how often an instruction runs, counting the loops around it."""
+        """Return how often an instruction runs, including iterations of enclosing loops."""
         caller = self.callers.get(instruction.computation)
         return 1 if caller is None else caller.trips * self.trips(caller)
 
@@ -122,18 +122,18 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def bits(dtype: str) -> int:
-    """Return the number of bits in the name of an HLO element type; 0 if it has none ("pred")."""
+    """Return the bits per element of an HLO type such as "bf16"; 0 for types such as "pred"."""
     return int(_found(r"^[a-z]+(\d+)", dtype) or 0)
 
 
 def contracted(instruction: HloInstruction) -> tuple[int, ...]:
-    """Return the dimensions of the left operand that a matmul sums over; () if it is not one."""
+    """Return the dimensions of the left operand that a matmul sums over; () for other ops."""
     pattern = r'"?lhs_contracting_dim(?:ension)?s"?[:=]\s*[\[{]([^\]}]*)'
     return _numbers(_found(pattern, instruction.attributes))
 
 
 def user_line(program: HloProgram, instruction: HloInstruction) -> str:
-    """Return the innermost "file:line" that is neither unitscale's nor a dependency's."""
+    """Return the innermost "file:line" outside unitscale and installed packages."""
     text = instruction.attributes
     stack = program.frames.get(_found(r"\bstack_frame_id=(\d+)", text), ())
     if file := instruction.quoted("source_file"):
@@ -149,14 +149,14 @@ def _instruction(name: str, computation: str, rest: str) -> HloInstruction | Non
         return None
     kind, depth, end = opcode[1], 1, opcode.end()
     for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]', rest[opcode.end() :]):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)  # parentheses in strings do not count
+        depth += {"(": 1, ")": -1}.get(found[0], 0)  # ignores parentheses inside strings
         if not depth:
             end += found.start()
             break
     inner, result = rest[opcode.end() : end], rest[: opcode.start()]
     types = tuple((t, _numbers(n)) for t, n in re.findall(r"([a-z]\w*)\[([\d,]*)\]", result))
     operands = tuple(re.findall(r"%([\w.\-]+)", inner)) if kind != "constant" else ()
-    if kind == "fusion-start":  # asynchronous; its types are operands, results and a context
+    if kind == "fusion-start":  # asynchronous: its types are operands, results and a context
         kind, types = "fusion", types[len(operands) : -1]
     dtype, shape = types[0] if types else ("", ())
     text = rest[end + 1 :]
@@ -164,13 +164,13 @@ def _instruction(name: str, computation: str, rest: str) -> HloInstruction | Non
 
 
 def _frames(text: str) -> dict[str, tuple[str, ...]]:
-    """Read the tables before the computations: each stack frame with its callers."""
+    """Parse the tables of stack frames at the beginning of a program."""
     names = text.partition("\nFileNames\n")[2].partition("\n\n")[0]
     files = dict(re.findall(r'(?m)^(\d+) "(.*)"$', names))
     places = re.findall(r"(?m)^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text)
     lines = {place: f"{files.get(file)}:{line}" for place, file, line in places}
     rows = re.findall(r"(?m)^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", text)
-    # XLA prints the number of the caller plus one; the first frame, which has none, shows it.
+    # XLA may print the caller's number plus one: the first frame, which has no caller, tells.
     offset = int(bool(rows) and rows[0][2] == "1")
     frames: dict[str, tuple[str, ...]] = {}
     for frame, place, caller in rows:  # callers come first
@@ -179,7 +179,7 @@ def _frames(text: str) -> dict[str, tuple[str, ...]]:
 
 
 def parse_hlo(text: str) -> HloProgram:
-    """Read the text of an optimized program."""
+    """Parse the text of an optimized HLO program."""
     header = text.partition("\n")[0]
     program = HloProgram({}, {}, {}, _frames(text.partition("\n%")[0]), header=header)
     current, entry = "", ""
@@ -205,12 +205,12 @@ class Matmul:
     """One matmul of a compiled program.
 
     Attributes:
-        kernel: such as "cuBLASLt FP8", "cuBLASLt" or "Triton".
+        kernel: the kernel, such as "cuBLASLt FP8", "cuBLASLt" or "Triton".
         fp8: whether the kernel multiplies FP8 operands.
         quantized: whether an operand was in FP8 at some point before the matmul.
-        reason: why it is not an FP8 kernel; "" if it is one.
-        lhs, rhs, out: such as "float8_e4m3fn[512,256]"; with an arrow if it was widened.
-        flops: floating-point operations of all its runs, as far as XLA knows trip counts of loops.
+        reason: why the kernel is not an FP8 kernel; "" if it is.
+        lhs, rhs, out: types such as "float8_e4m3fn[512,256]"; an arrow shows a widened operand.
+        flops: floating-point operations in total, for loops whose trip count XLA knows.
         op_name: JAX's name stack.
         source: "file:line" of the user's code, or "".
     """
@@ -230,13 +230,13 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Report:
-    """Result of `check_fp8`. Printed, it is a table; true if it has FP8 kernels and lost none.
+    """Result of `check_fp8`: prints as a table; true if it has FP8 kernels and no matmul is lost.
 
     Attributes:
-        matmuls: every matmul, in the order of the program.
-        amax_reductions: reductions that compute the amax of a tensor.
-        casts: conversions of wider data to FP8.
-        transposes: copies and transposes of FP8 data.
+        matmuls: all matmuls, in program order.
+        amax_reductions: number of reductions that compute an amax.
+        casts: number of conversions from wider data to FP8.
+        transposes: number of copies and transposes of FP8 data.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -246,12 +246,12 @@ class Fp8Report:
 
     @property
     def fp8(self) -> tuple[Matmul, ...]:
-        """Matmuls that are FP8 kernels."""
+        """Matmuls that run as FP8 kernels."""
         return tuple(m for m in self.matmuls if m.fp8)
 
     @property
     def lost(self) -> tuple[Matmul, ...]:
-        """Matmuls of FP8 data that are not FP8 kernels."""
+        """Matmuls of FP8 data that do not run as FP8 kernels."""
         return tuple(m for m in self.matmuls if m.quantized and not m.fp8)
 
     @property
@@ -261,16 +261,16 @@ class Fp8Report:
 
     @property
     def share(self) -> float:
-        """Share of the floating-point operations of all matmuls that FP8 kernels do."""
+        """Fraction of the floating-point operations of all matmuls that run in FP8 kernels."""
         total = sum(m.flops for m in self.matmuls)
         return sum(m.flops for m in self.fp8) / total if total else 0.0
 
     def __bool__(self) -> bool:
-        """Return whether there are FP8 kernels, and no matmul of FP8 data is another kernel."""
+        """Return whether there are FP8 kernels, and every matmul of FP8 data is one."""
         return bool(self.fp8) and not self.lost
 
     def __str__(self) -> str:
-        """A summary, then one row for each matmul."""
+        """Return a summary, then one row per matmul."""
         head = (
             f"{len(self.fp8)} of {len(self.matmuls)} matmuls are FP8 kernels ({self.share:.1%} of "
             f"their operations); {len(self.lost)} lost their FP8 operands; "
@@ -287,25 +287,25 @@ class Fp8Report:
         return "\n".join([head, *(lines if self.matmuls else ())])
 
     def raise_if_lost(self) -> "Fp8Report":
-        """Raise a ValueError that shows the report if a matmul lost its FP8 operands."""
+        """Return the report; raise a ValueError with it if a matmul lost its FP8 operands."""
         if self.lost:
             raise ValueError(f"unitscale.quant.check_fp8: {self}")
         return self
 
 
 def check_fp8(compiled: Any) -> Fp8Report:
-    """List every matmul of a compiled GPU program, whether it is an FP8 kernel, and why not.
+    """List every matmul of a compiled GPU program: whether it is an FP8 kernel, and if not, why.
 
     An FP8 kernel is a cuBLASLt FP8 call, or a Triton or cuDNN kernel that reads FP8 operands. A
-    matmul is *lost* if an operand was FP8 data and the kernel is another. A product with a vector
-    (M or N is 1), of which XLA makes a reduction, is not listed.
+    matmul is *lost* if an operand was FP8 data but its kernel is not an FP8 kernel. Matrix-vector
+    products (M or N is 1) are not listed, because XLA compiles them to reductions.
 
     Args:
-        compiled: the result of `jax.jit(f).lower(...).compile()` (or of `nnx.jit`) for a GPU, or
-            the text of its optimized program.
+        compiled: the result of `jax.jit(f).lower(...).compile()` (or the same with `nnx.jit`) for a
+            GPU, or the text of its optimized program.
 
     Raises:
-        TypeError: if it is neither a compiled program nor text.
+        TypeError: if ``compiled`` is neither a compiled program nor text.
         ValueError: if the program was not compiled for a GPU.
     """
     program = parse_hlo(compiled if isinstance(compiled, str) else _text_of(compiled))
@@ -323,8 +323,8 @@ def _text_of(compiled: Any) -> str:
     compiled = getattr(compiled, "compiled", compiled)  # nnx.jit wraps it
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
-            "unitscale.quant.check_fp8: compiled must be what jax.jit(f).lower(...).compile() "
-            f"returns, or its text; got {type(compiled).__name__}"
+            "unitscale.quant.check_fp8: compiled must be the result of "
+            f"jax.jit(f).lower(...).compile(), or its text; got {type(compiled).__name__}"
         )
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = {device for sharding in shardings for device in sharding.device_set}
@@ -345,7 +345,7 @@ def _is_fp8(dtype: str) -> bool:
 
 
 def _array(x: HloInstruction) -> str:
-    """An array as NumPy names it, such as "float8_e4m3fn[8,4]"."""
+    """Return type and shape with NumPy's name of the type, such as "float8_e4m3fn[8,4]"."""
     name, kinds = x.dtype, {"f": "float", "bf": "bfloat", "s": "int", "u": "uint"}
     if found := re.fullmatch(r"(bf|[fsu])(\d+)(\w*)", name):
         name = "_".join(filter(None, (kinds[found[1]] + found[2], found[3])))
@@ -355,14 +355,14 @@ def _array(x: HloInstruction) -> str:
 def _unchanged(
     program: HloProgram, node: HloInstruction | None, until: str = ""
 ) -> HloInstruction | None:
-    """Follow instructions that keep values, back to one that computes them or is ``until``."""
+    """Skip instructions that keep values, back to one that computes them or has opcode `until`."""
     while node is not None and node.opcode in _UNCHANGED and node.opcode != until:
         node = program.operand(node, _UNCHANGED[node.opcode])
     return node
 
 
 def _fp8_origin(program: HloProgram, node: HloInstruction | None) -> HloInstruction | None:
-    """The FP8 data that an operand was made from by conversions and scales, or None."""
+    """Return the FP8 data that an operand was converted or scaled from, or None."""
     while node is not None and not _is_fp8(node.dtype):
         if node.opcode == "multiply":
             sides = [program.operand(node, i) for i in (0, 1)]
@@ -376,7 +376,7 @@ def _fp8_origin(program: HloProgram, node: HloInstruction | None) -> HloInstruct
 
 
 def _reason(origins: list[HloInstruction | None]) -> str:
-    """Why the matmul of these FP8 data is not an FP8 kernel."""
+    """Return why a matmul of operands with these FP8 origins is not an FP8 kernel."""
     types = {"" if x is None else x.dtype for x in origins}
     if types == {""}:
         return "operands were never FP8"
@@ -393,7 +393,7 @@ def _reason(origins: list[HloInstruction | None]) -> str:
 
 
 def _examine(program: HloProgram, at: HloInstruction) -> Matmul | None:
-    """Describe an instruction that is a matmul; None for any other."""
+    """Return the `Matmul` of an instruction, or None if it is not a matmul."""
     target = at.quoted("custom_call_target") if at.opcode == "custom-call" else ""
     is_cublas = re.match(r"__cublas\$(gemm|lt\$\w*[mM]atmul)", target)
     if not is_cublas and at.opcode not in ("dot", "scaled-dot"):
@@ -411,7 +411,7 @@ def _examine(program: HloProgram, at: HloInstruction) -> Matmul | None:
         kernel = next((k for k in ("Triton", "cuDNN") if k.lower() in caller.attributes), "a loop")
         problem = "too small for a matrix kernel" if kernel == "a loop" else ""
         if at.opcode == "scaled-dot":
-            problem = "block scales: before sm_100 no kernel multiplies them in FP8"
+            problem = "block scales: GPUs before sm_100 have no FP8 kernel for them"
         fp8 = not problem and all(_is_fp8(x.dtype) for x in operands)
     origins = [_fp8_origin(program, program.operand(at, i)) for i in (0, 1)]
     names = [_array(x) for x in operands]
@@ -435,7 +435,7 @@ def _examine(program: HloProgram, at: HloInstruction) -> Matmul | None:
 
 
 def _is_amax(program: HloProgram, at: HloInstruction) -> bool:
-    """Return whether a reduction is the first step of a maximum of magnitudes."""
+    """Return whether an instruction reduces absolute values to their maximum."""
     if at.opcode != "reduce" or not at.calls:
         return False
     body, root = program.computations[at.calls[0]], program.roots[at.calls[0]]

@@ -1,4 +1,4 @@
-"""Scaling strategies, formats of a quantized matmul, and their presets."""
+"""Scaling strategies, and the formats of a quantized matmul with their presets."""
 
 import dataclasses
 import math
@@ -21,22 +21,22 @@ def _check_count(argument: str, got: Any, least: int, unit: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Cast data without a scale: unit scaling keeps it near RMS 1."""
+    """Cast data without a scale, for data that unit scaling keeps near RMS 1."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """Compute each scale from the current amax of its own tensor.
+    """Compute each scale from the current amax (largest magnitude) of its tensor.
 
     Scaling:
-        scale = 2**(k + margin) with the least k for which amax <= max * 2**k, where max is the
+        scale = 2**(k + margin) with the smallest k such that amax <= max * 2**k, where max is the
         largest finite value of the format. The scale is 1 if amax is zero or not finite.
 
     Attributes:
-        granularity: "tensor", or "channel" for one scale per index of the dimensions that the
-            matmul keeps (per row of activations, per output channel of weights). Channel scales
-            multiply the result, so the cotangent is quantized once for each backward matmul.
-        margin: powers of two left free above amax.
+        granularity: "tensor" for one scale per tensor, or "channel" for one per row of activations
+            and per output channel of weights, which multiply the matmul's result. With "channel"
+            the cotangent is quantized separately for each backward matmul.
+        margin: powers of two to leave free above amax.
 
     References:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
@@ -53,17 +53,17 @@ class Dynamic:
 
 @dataclasses.dataclass(frozen=True)
 class Delayed:
-    """Compute each scale from the amax history, so that quantizing reads a tensor once.
+    """Compute each scale from the amax of earlier steps, so that quantizing reads a tensor once.
 
     Scaling:
-        As `Dynamic`, with the largest (or latest) k of the last ``history`` steps. The scale is 1
-        before the first step; `calibrate` sets it from data. A step in which a tensor is all zero
-        or not finite adds no entry.
+        As in `Dynamic`, with the largest (or latest) k of the last ``history`` steps. The scale is
+        1 before the first step, unless `calibrate` sets it from data. Steps in which a tensor is
+        all zero or not finite are not recorded.
 
     Attributes:
-        history: number of optimizer steps remembered.
-        margin: powers of two left free above amax.
-        use: "max" of the history, or the "latest" entry.
+        history: number of optimizer steps to remember.
+        margin: powers of two to leave free above amax.
+        use: "max" for the largest entry of the history, or "latest".
     """
 
     history: int = 16
@@ -82,7 +82,7 @@ class Static:
 
     Attributes:
         scales: one power of two for all three tensors of a matmul, or (lhs, rhs, cotangent). None
-            to keep them in a `QuantState`, where `calibrate` and a monitor can change them.
+            keeps them in a `QuantState`, where `calibrate` and a monitor can change them.
         margin: powers of two that `calibrate` leaves free above amax.
     """
 
@@ -111,13 +111,13 @@ class Block:
     element of a block never saturates.
 
     Scaling:
-        As `Dynamic`, for each block. Operands are saved in their format with their scales, and the
-        backward pass multiplies the saved values.
+        As in `Dynamic`, for each block. Operands are saved for the backward pass as quantized data
+        and scales.
 
     Attributes:
-        size: elements of a block along each of its dimensions.
-        dims: 1 for blocks along the last summed dimension, 2 for square blocks that also extend
-            along the last kept dimension.
+        size: number of elements along each dimension of a block.
+        dims: 1 for blocks along the last summed dimension; 2 for square blocks along the last
+            summed and the last kept dimension.
         scale_format: "float8_e8m0fnu" or "float32"; scales are powers of two in both.
 
     References:
@@ -144,7 +144,7 @@ Strategy: TypeAlias = Unit | Dynamic | Delayed | Static | Block
 
 
 def check_strategy(owner: str, strategy: Any) -> None:
-    """Raise a TypeError that names ``owner`` unless ``strategy`` is one of this package."""
+    """Raise a TypeError that names ``owner`` unless ``strategy`` is a `Strategy`."""
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"unitscale.quant.{owner}: strategy must be Unit(), Dynamic(...), Delayed(...), "
@@ -156,8 +156,8 @@ def check_strategy(owner: str, strategy: Any) -> None:
 class MatmulConfig:
     """Formats of a matmul's operands and cotangent, and the strategy that scales them.
 
-    The forward matmul is lhs x rhs; the backward ones are cotangent x rhs and lhs x cotangent.
-    Operands are quantized once, and saved for the backward pass as they were multiplied.
+    The forward matmul is lhs x rhs; the backward matmuls are cotangent x rhs and lhs x cotangent.
+    Each operand is quantized once; its quantized form is saved for the backward pass.
 
     Attributes:
         lhs: format of the left operand (activations).
@@ -165,8 +165,8 @@ class MatmulConfig:
         cotangent: format of the output's cotangent, "float8_e5m2" for range or "float8_e4m3fn" for
             precision.
         strategy: how scales are chosen.
-        dither: round cotangents up or down by noise made of their own bits (`core.dithered`)
-            before they are cast, so that the mean of many values is kept.
+        dither: whether to round cotangents with pseudo-random noise (`core.dithered`) before the
+            cast, which preserves the mean of many values.
 
     Raises:
         ValueError: if a format is unknown, unsigned or fnuz, or if two of them are E5M2, which no
@@ -186,7 +186,7 @@ class MatmulConfig:
             fmt = format_of(getattr(self, name))
             object.__setattr__(self, name, fmt.name)
             fits = fmt.signed and not fmt.name.endswith("fnuz")
-            expected = "a signed format that NVIDIA GPUs multiply, such as float8_e4m3fn"
+            expected = "a signed format that NVIDIA GPUs support, such as float8_e4m3fn"
             _check(fits, f"MatmulConfig: {name}", expected, fmt.name)
             if (fmt.exponent_bits, fmt.mantissa_bits) == (5, 2):
                 e5m2.append(name)
@@ -200,10 +200,10 @@ class MatmulConfig:
 PRESETS: Mapping[str, MatmulConfig] = {
     "fp8": MatmulConfig(),
     "fp8_e5m2": MatmulConfig(cotangent="float8_e5m2"),
-    # Scales that follow amax leave small cotangents the range of E5M2.
+    # With scales that follow amax, small cotangents need the range of E5M2.
     "fp8_dynamic": MatmulConfig(cotangent="float8_e5m2", strategy=Dynamic()),
     "fp8_delayed": MatmulConfig(cotangent="float8_e5m2", strategy=Delayed()),
     "fp8_static": MatmulConfig(cotangent="float8_e5m2", strategy=Static()),
     "mxfp8": MatmulConfig(strategy=Block()),
 }
-"""`MatmulConfig`s by name, the same in policies of layers and in converted models."""
+"""`MatmulConfig`s by name, for policies of layers and for `nn.convert`."""

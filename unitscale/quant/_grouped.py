@@ -1,7 +1,7 @@
 """Grouped matmuls: each group of rows has its own matrix, as in a mixture of experts.
 
-XLA's GPU and CPU backends multiply all rows of `jax.lax.ragged_dot` by all matrices (jax 0.10.2).
-Here groups are split into blocks of rows, and a loop multiplies one block at a time.
+On GPUs and CPUs XLA multiplies all rows of `jax.lax.ragged_dot` by all matrices (jax 0.10.2). Here
+a loop multiplies one block of rows at a time, each by the matrix of its group.
 """
 
 from typing import Any, NamedTuple
@@ -20,22 +20,22 @@ _SMALLEST, _LARGEST = 16, 512  # rows of a block
 
 
 class _Blocks(NamedTuple):
-    """Blocks of consecutive rows of one group, in the order of the rows."""
+    """Blocks of consecutive rows, each of one group, in the order of the rows."""
 
-    group: jax.Array  # of each block
-    start: jax.Array  # its first row
-    rows: jax.Array  # how many of its rows belong to the group
+    group: jax.Array  # group of each block
+    start: jax.Array  # first row of each block
+    rows: jax.Array  # number of rows of each block that belong to its group
     count: jax.Array  # number of blocks in use
 
 
 def group_of(sizes: jax.Array, index: jax.Array) -> jax.Array:
     """Return the group of each row index; the number of groups for rows beyond all groups."""
-    # Not `jnp.searchsorted`, which jax 0.10.2 refuses inside of shard_map.
+    # Not `jnp.searchsorted`, which fails inside shard_map in jax 0.10.2.
     return jnp.sum(jnp.cumsum(sizes)[None] <= index[:, None], axis=1, dtype=index.dtype)
 
 
 def _blocks(sizes: jax.Array, rows: int) -> tuple[_Blocks, int]:
-    """The blocks, and their size: the rows of a mean group, within the sizes that GEMMs like."""
+    """Return the blocks and their size: the mean rows per group, within `_SMALLEST`, `_LARGEST`."""
     groups = sizes.shape[0]
     mean = -(-rows // max(groups, 1) // _SMALLEST) * _SMALLEST
     size = min(max(mean, _SMALLEST), _LARGEST)
@@ -53,22 +53,22 @@ def _scaled(x: Any) -> ScaledArray:
 
 
 def _padded(x: Any, size: int) -> ScaledArray:
-    """Add rows, so that the last block can be read whole."""
+    """Append ``size`` rows, so that a block can start at any row."""
     return _scaled(x).map_data(lambda data: jnp.pad(data, ((0, size), (0, 0))))
 
 
 class GroupedCore(Core):
-    """`Core` with one right matrix per group; scales of slices are multiplied into the values."""
+    """`Core` with one right matrix per group. Channel and block scales multiply the data first."""
 
     def quantize(self, *args: Any) -> Any:
-        """As `Core.quantize`."""
+        """Quantize as `Core.quantize` does; with channel or block scales, also dequantize."""
         x, seen = super().quantize(*args)
         return (dequantize(x) if self.per_slice else x), seen
 
     def multiply(
         self, lhs: Any, rhs: Any, groups: Any, spec: Contraction, factor: Any, dtype: Any
     ) -> jax.Array:
-        """Each row of ``lhs`` times the matrix of its group; rows of no group are arbitrary."""
+        """Multiply each row of ``lhs`` by its group's matrix; rows of no group are undefined."""
         total = lhs.shape[0]
         blocks, size = _blocks(groups, total)
         rows, matrices = _padded(lhs, size), _scaled(rhs)
@@ -79,7 +79,7 @@ class GroupedCore(Core):
             block = rows.map_data(lambda x: lax.dynamic_slice_in_dim(x, start, size))
             matrix = matrices.map_data(lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False))
             y = scaled_matmul(block, matrix, spec, factor, dtype)
-            # The next blocks overwrite what this one writes beyond the rows of its group.
+            # Rows written here beyond the end of the group are overwritten by the next block.
             return lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
 
         empty = match_varying((jnp.zeros((total + size, columns), dtype), rows.data, blocks))[0]
@@ -88,7 +88,7 @@ class GroupedCore(Core):
     def weight_gradient(
         self, lhs: Any, cotangent: Any, groups: Any, factor: Any, dtype: Any
     ) -> jax.Array:
-        """For each group its rows of ``lhs``, transposed, times those of the cotangent."""
+        """Return ``lhs.T @ cotangent`` for the rows of each group."""
         blocks, size = _blocks(groups, lhs.shape[0])
         left, right = _padded(lhs, size), _padded(cotangent, size)
 
@@ -96,7 +96,7 @@ class GroupedCore(Core):
             start, group = blocks.start[i], blocks.group[i]
             inside = jnp.arange(size)[:, None] < blocks.rows[i]
 
-            def own(x: jax.Array) -> jax.Array:  # other rows are 0: 0 * infinity would be NaN
+            def own(x: jax.Array) -> jax.Array:  # zero other rows in both: 0 * infinity is NaN
                 rows = lax.dynamic_slice_in_dim(x, start, size)
                 return jnp.where(inside, rows, jnp.zeros_like(rows))
 
@@ -124,23 +124,23 @@ def grouped(
     """Multiply consecutive groups of rows, each by its own matrix.
 
     Scaling:
-        As `contract`: out = fwd * q(lhs) @ q(rhs)[group of the row]; a group without rows has a
-        gradient of exactly zero. Tensor scales are shared by all groups; channel and block scales
-        multiply the values before the matmul.
+        As in `contract`: out = fwd * q(lhs) @ q(rhs)[group of the row]. A group without rows has a
+        gradient of exactly zero. All groups share one scale per tensor; channel and block scales
+        multiply the data before the matmul.
 
     Args:
         lhs: (rows, k), floating, sorted by group.
         rhs: (groups, k, n), floating.
-        sizes: (groups,) integers, the number of rows of each group. The results of rows beyond
-            their sum are zero.
+        sizes: (groups,) integers, the number of rows of each group. Rows beyond their sum give
+            zeros.
         factors: as for `contract`.
         config: as for `contract`.
         out_dtype: as for `contract`.
         state: as for `contract`.
 
     Raises:
-        ValueError: if there are not as many sizes as matrices.
-        TypeError: if sizes are not integers.
+        ValueError: if the number of sizes differs from the number of matrices.
+        TypeError: if the sizes are not integers.
 
     Example:
         >>> x, w = jnp.ones((3, 2)), jnp.stack([jnp.ones((2, 1)), jnp.zeros((2, 1))])
@@ -160,7 +160,7 @@ def grouped(
             f"{rhs.shape[0]} matrices of rhs; got shape {sizes.shape}"
         )
     sizes = sizes.astype(jnp.int32)
-    # Rows of no group must not enter statistics, and neither must their cotangents.
+    # Exclude rows of no group, and their cotangents, from amax statistics.
     own = jnp.arange(lhs.shape[0])[:, None] < jnp.sum(sizes)
     lhs = jnp.where(own, lhs, jnp.zeros_like(lhs))
     check_state("grouped", config, state)

@@ -1,4 +1,4 @@
-"""Quantized matmuls for the hooks of layer libraries: `lax.dot_general` and `jnp.einsum`."""
+"""Quantized replacements of `lax.dot_general` and `jnp.einsum`, for hooks of layer libraries."""
 
 from collections.abc import Callable
 from string import ascii_lowercase, ascii_uppercase
@@ -33,7 +33,7 @@ def contraction_of(dimension_numbers: Any, lhs_rank: int, rhs_rank: int) -> Cont
 
 
 def einsum_problem(subscripts: str) -> str:
-    """Return why an einsum is not one matmul of two operands; "" if it is one.
+    """Return why an einsum is not a single matmul of two operands; "" if it is.
 
     Example:
         >>> einsum_problem("ab,bc->a")
@@ -43,7 +43,7 @@ def einsum_problem(subscripts: str) -> str:
     lhs, _, rhs = terms.partition(",")
     labels = [term.replace("...", "") for term in (lhs, rhs, out)]
     if not arrow or "..." in rhs or ("..." in lhs) != ("..." in out):
-        return "its einsum_str has no ->, or an ellipsis that is not of the input and the result"
+        return "its einsum_str has no ->, or an ellipsis not in both the input and the result"
     if not (wrong := wrong_label(*labels)):
         return ""
     if "".join(labels).count(wrong) > 1:
@@ -52,7 +52,7 @@ def einsum_problem(subscripts: str) -> str:
 
 
 def einsum_contraction(subscripts: str, lhs_rank: int) -> Contraction:
-    """Return the contraction of an einsum without `einsum_problem`, its ellipsis as labels.
+    """Return the contraction of an einsum that has no `einsum_problem`; label its ellipsis.
 
     Example:
         >>> einsum_contraction("...k,kn->...n", 2)
@@ -82,14 +82,14 @@ def contract_for_hook(
 
 
 def dot_general(config: MatmulConfig, state: QuantState | None = None) -> Callable[..., jax.Array]:
-    """Return a `lax.dot_general` with quantized operands and cotangents.
+    """Return a `lax.dot_general` that quantizes operands and cotangents.
 
-    For the ``dot_general=`` of `flax.nnx.Linear`, `flax.linen.Dense` and other layers. Stateful
-    strategies need a ``state`` here, or `nn.DotGeneral`.
+    Pass it as ``dot_general=`` to `flax.nnx.Linear`, `flax.linen.Dense` and other layers. Stateful
+    strategies need a ``state``; for layers use `nn.DotGeneral`, which holds one.
 
     Scaling:
-        As `contract` with all factors 1. ``precision`` is ignored, integers are not quantized, and
-        the result has the preferred dtype or that to which the operands promote.
+        As in `contract`, with all factors 1. ``precision`` is ignored. Integers are not quantized.
+        The result has the preferred dtype if given, else the promoted dtype of the operands.
 
     Example:
         >>> dot = dot_general(MatmulConfig(cotangent="e5m2"))
@@ -124,8 +124,8 @@ def dot_general(config: MatmulConfig, state: QuantState | None = None) -> Callab
 def einsum(config: MatmulConfig, state: QuantState | None = None) -> Callable[..., jax.Array]:
     """Return a `jnp.einsum` with a quantized matmul, for `flax.nnx.Einsum(einsum_op=)`.
 
-    The operands keep their order. An einsum that is not one matmul of two operands raises a
-    ValueError (`einsum_problem`).
+    The operands keep their order. An einsum that is not a single matmul of two operands raises
+    ValueError.
 
     Example:
         >>> print(einsum(MatmulConfig())("ij,jk->ki", jnp.ones((2, 8)), jnp.ones((8, 3)))[0])
@@ -140,10 +140,10 @@ def einsum(config: MatmulConfig, state: QuantState | None = None) -> Callable[..
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        problem = einsum_problem(subscripts) if len(operands) == 2 else "it has not two operands"
+        problem = einsum_problem(subscripts) if len(operands) == 2 else "two operands are needed"
         if problem:
             raise ValueError(
-                "unitscale.quant.einsum: subscripts must be one matmul of two operands; got "
+                "unitscale.quant.einsum: subscripts must be a single matmul of two operands; got "
                 f"{subscripts!r}: {problem}. Split the einsum, or use jnp.einsum"
             )
         lhs, rhs = map(jnp.asarray, operands)

@@ -1,7 +1,7 @@
-"""Workarounds for how XLA lowers matmuls, as seen with jax 0.10.2 on CPU and compiled for an H200.
+"""Workarounds for how XLA compiles matmuls (seen with jax 0.10.2, on CPUs and for an H200).
 
-None of them changes a result. They are chosen by the backend on which a program is traced, which
-keeps programs small.
+None of them changes a result. They depend on the backend on which a program is traced, which keeps
+programs small.
 """
 
 from functools import partial, reduce
@@ -18,16 +18,16 @@ from ..core import ScaledArray, is_float8, is_scaled, widen
 def dot(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, dtype: Any, sharding: Any
 ) -> jax.Array:
-    """`lax.dot_general` into ``dtype``, in a form that XLA's CPU backend computes fast.
+    """Call `lax.dot_general` with result ``dtype``, in a form that is fast on CPUs.
 
-    On CPU, bfloat16 x bfloat16 -> float32 has no kernel for some layouts: operands are widened. A
-    sum over several leading dimensions, as in a weight gradient, transposes the left operand, which
-    takes as long as the matmul: these dimensions are merged.
+    XLA's CPU backend has no kernel for bfloat16 x bfloat16 -> float32 in some layouts: operands are
+    widened. For a sum over several leading dimensions, as in a weight gradient, it would transpose
+    the left operand, which takes as long as the matmul: these dimensions are merged.
     """
     multiply = partial(lax.dot_general, preferred_element_type=dtype, out_sharding=sharding)
     (summed, other), (batch, _) = dimension_numbers
     count = len(summed)
-    # With several devices each dimension may be sharded over its own mesh axis: not merged.
+    # Do not merge with several devices: each dimension may be sharded over its own mesh axis.
     merge = count > 1 and not batch and summed == other == tuple(range(count))
     merge = merge and jax.device_count() == 1
 
@@ -44,11 +44,11 @@ def dot(
 
 
 def isolate(lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> tuple[Any, Any, list[Any]]:
-    """Barriers around the left operand of the forward matmul and the right one of the backward.
+    """Put barriers on the left operand of the forward matmul and the right one of the backward.
 
-    XLA merges matmuls that share an operand and then copies parts of the result, and it folds a
-    factor into a GEMM only if no other matmul uses the same number. The other use of each operand
-    needs the other layout and stays outside the barriers, so that XLA transposes where it casts.
+    Without barriers XLA merges matmuls that share an operand and then copies parts of the result,
+    and it folds a factor into a GEMM only if no other matmul uses the same number. Each operand's
+    other use, which needs the transposed layout, gets no barrier: XLA can transpose while casting.
     The second barrier excludes the left operand, which activation checkpointing may recompute.
     """
     own = [jnp.asarray(f) if isinstance(f, jax.Array) or f != 1 else None for f in factors]
@@ -67,11 +67,11 @@ def packs(x: Any, count: int) -> bool:
 
 
 def move_rows_last(x: Any, count: int) -> Any:
-    """Move the first ``count`` dimensions of an FP8 operand last, in words of four rows.
+    """Move the first ``count`` dimensions of an FP8 operand last, four bytes at a time.
 
-    For weight gradients in cuBLAS's TN layout. XLA transposes byte by byte: on an H200 (jax 0.11.2)
-    a gradient of 768 x 3,072 over 8,192 tokens takes 245 microseconds, in words 75, and 62 in
-    bfloat16.
+    This gives weight gradients cuBLAS's TN layout. XLA transposes byte by byte: on an H200 (jax
+    0.11.2) a gradient of 768 x 3,072 over 8,192 tokens then takes 245 microseconds. With words of
+    four bytes it takes 75, and in bfloat16 62.
     """
     if is_scaled(x):
         return x.map_data(lambda data: move_rows_last(data, count))
@@ -86,21 +86,21 @@ def move_rows_last(x: Any, count: int) -> Any:
 
 
 def transposed_copy(x: Any) -> ScaledArray | None:
-    """Transpose an 8-bit matrix for cuBLAS's TN layout outside of a loop; None for other arrays."""
+    """Return the transpose of an 8-bit matrix, for cuBLAS's TN layout; None for other arrays."""
     one_scale = is_scaled(x) and (x.scale is None or x.scale.ndim == 0)
     return x.T if one_scale and x.dtype.itemsize == 1 else None
 
 
 def data_of(x: jax.Array | ScaledArray) -> jax.Array:
-    """The array that an operand multiplies with."""
+    """Return the data of a ScaledArray; other arrays unchanged."""
     return x.data if isinstance(x, ScaledArray) else x
 
 
 def output_sharding(lhs: jax.Array, rhs: jax.Array, spec: Any, out: list[str]) -> Any:
-    """The output sharding that `lax.dot_general` needs on explicit mesh axes; None if it does not.
+    """Return the output sharding for `lax.dot_general` on explicit mesh axes; None if not needed.
 
-    JAX requires it if a summed dimension is sharded, or if one mesh axis shards two dimensions (the
-    first one keeps it).
+    JAX requires one if a summed dimension is sharded, or if one mesh axis shards two dimensions of
+    the result (here the first keeps the axis).
     """
     placed: dict[str, Any] = {}
     for x, labels in ((rhs, spec.rhs), (lhs, spec.lhs)):
@@ -119,7 +119,7 @@ def output_sharding(lhs: jax.Array, rhs: jax.Array, spec: Any, out: list[str]) -
 
 
 def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Give a gradient its operand's sharding on explicit mesh axes; replicate it if none."""
+    """Reshard a gradient like its operand on explicit mesh axes; replicate it if that has none."""
     own, wanted = (jax.typeof(array).sharding for array in (x, like))
     if own.spec == wanted.spec:
         return x

@@ -1,7 +1,7 @@
 """Quantized matmuls: `Core` quantizes, multiplies and differentiates.
 
-`contract` runs it on whole operands, `Multiplier` on chunks of the left one, and `grouped` with a
-matrix per group of rows.
+`contract` applies it to whole operands, `Multiplier` to chunks of the left operand, and `grouped`
+to groups of rows with a matrix each.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ LHS, RHS, COTANGENT = 0, 1, 2  # rows of a QuantState
 
 
 def wrong_label(*terms: str) -> str:
-    """A label that is in one term only, or twice in a term; "" if there is none."""
+    """Return a label that is in only one term, or twice in a term; "" if there is none."""
     counts = {c: [term.count(c) for term in terms] for c in "".join(terms)}
     return next((c for c, n in counts.items() if max(n) > 1 or sum(n) < 2), "")
 
@@ -53,7 +53,7 @@ class Contraction:
     """A two-operand einsum in which every label is in at least two of the three terms.
 
     Attributes:
-        lhs, rhs, out: one letter for each dimension.
+        lhs, rhs, out: one letter per dimension, as in an einsum.
 
     Example:
         >>> Contraction("btk", "kn", "btn").grad_rhs
@@ -78,17 +78,17 @@ class Contraction:
 
     @cached_property
     def grad_lhs(self) -> "Contraction":
-        """Cotangent of the result with the right operand, giving the left gradient."""
+        """Contraction of cotangent and right operand that gives the left gradient."""
         return Contraction(self.out, self.rhs, self.lhs)
 
     @cached_property
     def grad_rhs(self) -> "Contraction":
-        """Left operand with the cotangent of the result, giving the right gradient."""
+        """Contraction of left operand and cotangent that gives the right gradient."""
         return Contraction(self.lhs, self.out, self.rhs)
 
 
 def _scale_in_result(scale: jax.Array, labels: str, out: str) -> jax.Array:
-    """Reshape the scale of an operand so that it broadcasts against dimensions ``out``."""
+    """Reshape the scale of an operand so that it broadcasts against the result ``out``."""
     if scale.ndim == 0:
         return scale
     kept = [axis for axis, c in enumerate(labels) if c in out]
@@ -109,16 +109,16 @@ def scaled_matmul(
 
     Scaling:
         dot(lhs.data, rhs.data) * (factor * lhs.scale * rhs.scale): one dot and one multiply, which
-        XLA compiles to a single GEMM kernel. Scales that vary along a summed dimension, as those
-        of blocks do, multiply the data before the dot. float16 and float32 results are multiplied
+        XLA compiles to a single GEMM kernel. Scales that vary along a summed dimension, such as
+        block scales, multiply the data before the dot. float16 and float32 results are multiplied
         in the accumulator and rounded once; bfloat16 results are multiplied after rounding. If
-        scales and factor multiply to less than 2^-126, the result is 0.
+        factor * lhs.scale * rhs.scale is less than 2^-126, the result is 0.
     """
     operands, scales = [], []
     for x, labels in ((lhs, spec.lhs), (rhs, spec.rhs)):
         if x.ndim != len(labels):
             raise ValueError(
-                f"unitscale.quant.scaled_matmul: an operand {labels!r} must have {len(labels)} "
+                f"unitscale.quant.scaled_matmul: operand {labels!r} must have {len(labels)} "
                 f"dimensions; got shape {tuple(x.shape)}. Reshape it, or give it other labels."
             )
         summed = [axis for axis, c in enumerate(labels) if c in spec.summed]
@@ -136,8 +136,8 @@ def scaled_matmul(
         left, right = left.astype(dtype), right.astype(dtype)  # two 8-bit types stay as they are
     accumulator = out_dtype
     if out_dtype != jnp.bfloat16 or dtype.itemsize > 2:
-        # bfloat16 has float32's range, so its factor can follow the rounding and XLA folds it into
-        # the GEMM; in float16 the factor has to multiply the wide sum.
+        # bfloat16 has float32's range, so the factor can multiply the rounded result, and XLA folds
+        # it into the GEMM. In float16 the factor must multiply the wide sum before rounding.
         wide = wide_dtype(dtype), wide_dtype(out_dtype)
         accumulator = max(wide, key=lambda dtype: dtype.itemsize)
 
@@ -156,13 +156,13 @@ def scaled_matmul(
         return narrow(y if factor == 1 else y * factor, out_dtype)
     total: Any = factor
     if len(scales) == 2:
-        # Smallest times largest first: only a result out of float32's range leaves it.
+        # Multiply smallest and largest first, so that no intermediate result leaves the range.
         low, high = jnp.minimum(*scales), jnp.maximum(*scales)
         middle = jnp.maximum(low, jnp.minimum(high, factor))
         total = jnp.minimum(low, factor) * jnp.maximum(high, factor) * middle
     elif scales:
         total = scales[0] * factor
-    if scales:  # Infinity would make NaN of a zero.
+    if scales:  # infinity * 0 would be NaN
         largest = min(float(jnp.finfo(dtype).max) for dtype in (y.dtype, jnp.float32))
         total = jnp.minimum(total, largest)
     return narrow(y * total.astype(y.dtype), out_dtype)
@@ -176,9 +176,9 @@ def _cast(x, dtype):  # `unitscale.analysis` recognizes casts by this name
 def _refuse(x, dtype):
     raise TypeError(
         "unitscale.quant: an FP8 matmul has no second derivative, because cotangents of its 8-bit "
-        "operands would be 8-bit numbers without a scale. Differentiate twice (gradient penalties, "
-        "forces, Hessians) through layers in 16 or 32 bits: policy='bfloat16', or leave them out "
-        "of nn.convert."
+        "operands would be 8-bit numbers without a scale. For gradient penalties, forces and "
+        "Hessians use layers in 16 or 32 bits: policy='bfloat16', or exclude these layers from "
+        "nn.convert."
     )
 
 
@@ -192,7 +192,7 @@ def _quantize(
     config: MatmulConfig | None,
     state: QuantState | None,
 ) -> tuple[Any, Seen | None]:
-    """Quantize tensor ``which`` of a matmul that sums over ``axes``; measure it for the state."""
+    """Quantize tensor ``which`` of a matmul that sums over ``axes``; measure it for a state."""
     if config is None:
         return x, None
     strategy, name = config.strategy, (config.lhs, config.rhs, config.cotangent)[which]
@@ -214,17 +214,17 @@ def _quantize(
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The static part of a matmul. A subclass quantizes and multiplies groups of rows."""
+    """The static description of a matmul, and its steps. `GroupedCore` is a subclass."""
 
     spec: Contraction
     factors: tuple[float, ...]
     config: MatmulConfig | None
     out_dtype: Any
-    dtypes: tuple[Any, Any]  # of the two gradients
+    dtypes: tuple[Any, Any]  # dtypes of the two gradients
 
     @property
     def per_slice(self) -> bool:
-        """Return whether scales differ along dimensions: each matmul then has its own cotangent."""
+        """Return whether scales are per channel or block: cotangents are then quantized twice."""
         strategy = None if self.config is None else self.config.strategy
         return isinstance(strategy, Block) or (
             isinstance(strategy, Dynamic) and strategy.granularity == "channel"
@@ -235,21 +235,21 @@ class Core:
     ) -> tuple[Any, Seen | None]:
         """Quantize a tensor for the matmul ``spec``."""
         labels = (spec.lhs, spec.rhs, self.spec.out)[which]
-        # Axes are counted from the end: grouped matrices have a leading dimension without a label.
+        # Count axes from the end: grouped matrices have a leading dimension without a label.
         axes = tuple(axis - len(labels) for axis, c in enumerate(labels) if c in spec.summed)
         return _quantize(x, which, axes, self.config, state)
 
     def multiply(
         self, lhs: Any, rhs: Any, groups: Any, spec: Contraction, factor: Any, dtype: Any
     ) -> jax.Array:
-        """The forward matmul, or that of the left gradient; ``groups`` are sizes of groups."""
+        """Run the forward matmul, or that of the left gradient. ``groups`` are sizes of groups."""
         del groups
         return scaled_matmul(lhs, rhs, spec, factor, dtype)
 
     def weight_gradient(
         self, lhs: Any, cotangent: Any, groups: Any, factor: Any, dtype: Any
     ) -> jax.Array:
-        """The matmul of the right gradient; on a GPU in the layout that FP8 kernels need."""
+        """Run the matmul of the right gradient; on a GPU in the layout that FP8 kernels need."""
         del groups
         spec = self.spec.grad_rhs
         n = len(spec.summed)
@@ -267,7 +267,7 @@ class Core:
         groups: Any,
         factors: Sequence[Any],
         state: QuantState | None,
-        transposed: ScaledArray | None = None,  # the right operand, with dimensions reversed
+        transposed: ScaledArray | None = None,  # transpose of the right operand, if available
     ) -> tuple[jax.Array, jax.Array, Seen | None]:
         """Return the gradients of the operands, and statistics of the cotangent."""
         spec, like = self.spec, (_lowering.data_of(lhs), _lowering.data_of(rhs))
@@ -289,9 +289,9 @@ class Core:
 
 
 def _move_scale(cotangent: Any, out: str, operand: Any, labels: str) -> tuple[Any, Any]:
-    """Move the scale of an operand along the cotangent's dimensions into the cotangent.
+    """Move the channel scale of a saved operand into the cotangent.
 
-    A backward matmul sums over these dimensions, so that the scale cannot multiply its result.
+    The backward matmul sums over the channels, so the scale cannot multiply its result.
     """
     if not is_scaled(operand) or operand.block_shape or operand.scale is None:
         return cotangent, operand
@@ -301,7 +301,7 @@ def _move_scale(cotangent: Any, out: str, operand: Any, labels: str) -> tuple[An
 
 @partial(custom_vjp, nondiff_argnums=(5,))
 def matmul(lhs, rhs, groups, multiplier, state, core):
-    """Run a `Core`: ``multiplier`` multiplies all three results, and has no gradient."""
+    """Run a `Core`. ``multiplier`` multiplies the result and both gradients; it has no gradient."""
     return _matmul_fwd(lhs, rhs, groups, multiplier, state, core)[0]
 
 
@@ -311,7 +311,7 @@ def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     left, right, factors = lhs, rhs, core.factors
     if multiplier is not None:
         factors = tuple(factor * multiplier for factor in factors)
-    if core.config is not None and groups is None:  # matmuls in different loops are not merged
+    if core.config is not None and groups is None:  # XLA does not merge matmuls across loops
         left, right, factors = _lowering.isolate(lhs, rhs, factors)
     y = core.multiply(left, rhs, groups, core.spec, factors[0], core.out_dtype)
     own = [factor if isinstance(factor, jax.Array) else None for factor in factors[1:]]
@@ -346,12 +346,12 @@ def contract(
 
     Scaling:
         out = fwd * einsum(q(lhs), q(rhs)), dlhs = bwd_lhs * einsum(q(dout), q(rhs)),
-        drhs = bwd_rhs * einsum(q(lhs), q(dout)), where q divides by the scale of the strategy of
-        ``config`` and casts with saturation. The scales multiply the result (`scaled_matmul`).
+        drhs = bwd_rhs * einsum(q(lhs), q(dout)), where q divides by a scale that the strategy of
+        ``config`` chooses, and casts with saturation. Scales multiply the result (`scaled_matmul`).
 
         Each tensor is quantized once, and quantized operands are saved for the backward pass. With
-        channel or block scales, which differ in each matmul, the cotangent is quantized for each of
-        its two, times the channel scales of the saved operand, and saved blocks are dequantized.
+        channel or block scales the cotangent is quantized separately for each backward matmul.
+        Before that, it is multiplied by the channel scales of the saved operand.
 
     Args:
         lhs: floating, with dimensions ``spec.lhs``.
@@ -359,15 +359,15 @@ def contract(
         spec: the contraction.
         factors: static (fwd, bwd_lhs, bwd_rhs).
         config: formats and strategy; None multiplies the operands in their promoted dtype.
-        out_dtype: dtype of the result; by default that of lhs when quantized, else the promoted
-            one, 8-bit types counting as bfloat16. Each gradient has the dtype of its operand.
+        out_dtype: dtype of the result. The default is that of lhs with ``config``, else the
+            promoted one; 8-bit types count as bfloat16. Gradients have their operands' dtypes.
         state: the scales of `Delayed`, or of `Static` without scales. Its gradient holds the amax
             statistics of the three tensors, for `QuantState.advance`.
         multiplier: scalar array, such as an operand's scale, that multiplies the results of all
-            three matmuls. Its own gradient is zero.
+            three matmuls. It gets no gradient.
 
     Raises:
-        ValueError: if the strategy needs a state and has none, or the state of another strategy.
+        ValueError: if the strategy needs a state and there is none, or it is of another strategy.
 
     Example:
         >>> x, w = jnp.ones((2, 8)), jnp.ones((8, 3))
@@ -390,11 +390,11 @@ def contract(
 class Multiplier:
     """Chunked matmul: multiply chunks of a left operand by one right operand, quantized once.
 
-    For ops such as `ops.readout_cross_entropy`, which have their own differentiation rule and never
-    materialize the whole result. It is not differentiable.
+    It serves ops such as `ops.readout_cross_entropy`, which define their own gradients and never
+    hold the whole result. JAX cannot differentiate it.
 
     Scaling:
-        As `contract`; statistics of the left operand and the cotangent are those of a chunk.
+        As in `contract`, with amax statistics per chunk of the left operand and the cotangent.
 
     Args:
         rhs: right operand, floating.
@@ -403,12 +403,12 @@ class Multiplier:
         config: as for `contract`.
         out_dtype: dtype of the results.
         state: as for `contract`.
-        parts: number of chunks. If more than one, gradients of the right operand are float32 or
-            wider, so that they can be summed.
+        parts: number of chunks. With more than one, gradients of the right operand are at least
+            float32, so that they can be summed.
         places: mesh axes for labels of the right operand, as for `core.constrain_sharding`. The
-            operand is resharded after quantizing.
-        forward: dtype of both operands in the forward matmul; ``config`` then applies to the
-            gradients alone. None for the formats of ``config``.
+            operand is resharded after it is quantized.
+        forward: dtype of both operands in the forward matmul; ``config`` then applies only to the
+            backward matmuls. None for the formats of ``config``.
     """
 
     def __init__(
@@ -437,7 +437,7 @@ class Multiplier:
         self._transposed = _lowering.transposed_copy(self._rhs) if parts > 1 else None
 
     def __call__(self, lhs: jax.Array) -> tuple[jax.Array, Any]:
-        """Multiply a chunk; return the result and the argument of `gradients`."""
+        """Multiply a chunk; return the result, and what `gradients` needs as ``part``."""
         core = self._core
         quantized, seen = core.quantize(lhs, LHS, self._state, core.spec)
         left = quantized if self._forward is None else cast(lhs, self._forward)
@@ -449,7 +449,7 @@ class Multiplier:
     ) -> tuple[jax.Array, jax.Array, QuantState | None]:
         """Return the gradients of the chunk, the right operand and the state.
 
-        Sum the last two over all chunks, and add `shared_gradient` to that of the state.
+        Sum the last two over all chunks; then add `shared_gradient` to the state's gradient.
         """
         lhs, saw_lhs, dtype = part
         core = dataclasses.replace(self._core, dtypes=(dtype, self._core.dtypes[1]))
@@ -461,7 +461,7 @@ class Multiplier:
 
     @property
     def shared_gradient(self) -> QuantState | None:
-        """The right operand's part of the state's gradient."""
+        """The right operand's contribution to the state's gradient."""
         return state_gradient(self._state, (None, self._seen, None), (0, self._rhs.size, 0))
 
 

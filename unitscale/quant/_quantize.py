@@ -1,4 +1,4 @@
-"""Quantize, dequantize and fake-quantize one tensor; compute its scale from its amax."""
+"""Quantize and dequantize one tensor; compute its scale from its amax."""
 
 import math
 from collections.abc import Callable
@@ -32,21 +32,21 @@ Cast = Callable[[jax.Array, Any], Any]
 
 
 def needs_scale(dtype: Any) -> bool:
-    """Return whether a format has fewer exponent bits than float32; others are cast at scale 1."""
+    """Return whether a format has less range than float32; other formats are cast at scale 1."""
     return format_of(dtype).exponent_bits < format_of("float32").exponent_bits
 
 
 def needed_exponent(largest: jax.Array, fmt: Format) -> jax.Array:
-    """The least k in -126 ... 126 with ``largest <= fmt.max * 2**k``, for positive finite input."""
+    """Return the least k in -126 ... 126 with ``largest <= fmt.max * 2**k``, 0 < largest < inf."""
     bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
     top = int(np.asarray(fmt.max, np.float32).view(np.int32))
-    # Mantissas above that of fmt.max carry into the exponent.
+    # Adding this makes mantissas above that of fmt.max carry into the exponent.
     exponent = (bits + ((1 << 23) - 1 - (top & 0x7FFFFF))) >> 23
     return jnp.clip(exponent - (top >> 23), MIN_EXPONENT, MAX_EXPONENT)
 
 
 def _scale_from(largest: jax.Array, fmt: Format, margin: int) -> jax.Array:
-    """The power-of-two scale for an amax; 1 if it is zero, infinite or NaN."""
+    """Return the power-of-two scale for an amax; 1 if the amax is zero, infinite or NaN."""
     exponent = needed_exponent(largest, fmt)
     if margin:
         exponent = jnp.minimum(exponent + margin, MAX_EXPONENT)
@@ -57,7 +57,7 @@ def _scale_from(largest: jax.Array, fmt: Format, margin: int) -> jax.Array:
 def tensor_scale(
     x: jax.Array, fmt: Format, margin: int = 0, axis: tuple[int, ...] | None = None
 ) -> jax.Array:
-    """Return the `Dynamic` scale of a tensor, or of its slices along ``axis``, keeping it."""
+    """Return the `Dynamic` scale of a tensor; with ``axis``, one per slice, with size-1 axes."""
     return _scale_from(amax(x, axis), fmt, margin)
 
 
@@ -72,7 +72,7 @@ def quantize_at(x: jax.Array, dtype: Any, scale: Any, cast_data: Cast = cast) ->
 def quantize_dynamic(
     x: jax.Array, dtype: Any, strategy: Any, summed: tuple[int, ...], cast_data: Cast = cast
 ) -> ScaledArray:
-    """`quantize` of an array by `Dynamic` or `Block`, with the caller's cast."""
+    """Quantize an array with the strategy `Dynamic` or `Block`, using the caller's cast."""
     fmt, summed = format_of(dtype), tuple(sorted(summed))
     if isinstance(strategy, Dynamic):
         axes = summed if strategy.granularity == "channel" else None
@@ -114,20 +114,20 @@ def quantize(
     """Quantize an array to a narrow format.
 
     Scaling:
-        data = x / scale, with the scale of the strategy; formats with the range of float32 need
-        none. `Unit` casts the data of a ScaledArray and keeps its scale; the others take its value.
-        Finite values saturate; infinity and NaN stay, or become NaN in a format without infinity.
+        data = x / scale, where the strategy chooses the scale; formats with the range of float32
+        get none. `Unit` casts the data of a ScaledArray and keeps its scale; the other strategies
+        quantize its value. Finite values saturate; infinity becomes NaN if the format lacks it.
 
     Args:
         x: floating array or ScaledArray of any shape.
         dtype: target format, as for `unitscale.cast`.
         strategy: how the scale is chosen; `Unit()` by default.
-        axis: the dimensions that a matmul will sum over: ``Dynamic("channel")`` shares scales along
-            them, and the blocks of `Block` lie along them.
+        axis: dimensions that a matmul will sum over. ``Dynamic("channel")`` uses one scale along
+            them; `Block` places its blocks along them.
 
     Raises:
-        ValueError: if the format is unknown, an axis is out of range, or the strategy does not have
-            one scale for one tensor.
+        ValueError: if the format is unknown, an axis is out of range, or the strategy does not
+            give one tensor a scale (`Delayed`, or `Static` without exactly one scale).
 
     Example:
         >>> quantize(jnp.array([0.3, 500.0]), "e4m3fn", Dynamic())
@@ -146,8 +146,8 @@ def quantize(
     one_scale = isinstance(strategy, Static) and len(set(strategy.scales or ())) == 1
     if isinstance(strategy, Delayed) or (isinstance(strategy, Static) and not one_scale):
         raise ValueError(
-            f"unitscale.quant.quantize: one tensor needs one scale; got {strategy!r}. Use "
-            "Static(scale) or Dynamic(); scales in a QuantState are for contract(..., state=)"
+            f"unitscale.quant.quantize: strategy must give one tensor a scale; got {strategy!r}. "
+            "Use Static(scale) or Dynamic(); scales in a QuantState are for contract(..., state=)"
         )
     if isinstance(strategy, Static):
         return quantize_at(x, dtype, as_scale(strategy.scales[0]))
@@ -157,7 +157,7 @@ def quantize(
 
 
 def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
-    """Dequantize to the dtype of ``x``; finite values that were rounded out of range saturate."""
+    """Dequantize to the dtype of ``x``; finite values that rounding moved out of range saturate."""
     y = quantized.map_data(materialize).value
     largest = jnp.asarray(format_of(y.dtype).max, y.dtype)
     y = jnp.where(jnp.isfinite(x), jnp.clip(y, -largest, largest), y)
@@ -165,6 +165,6 @@ def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
 
 
 def dequantize(x: ScaledArray) -> jax.Array:
-    """Return the value of a ScaledArray, in bfloat16 if that holds its mantissa, else float32."""
+    """Return the value of a ScaledArray in bfloat16, or in float32 if its mantissa needs it."""
     exact = format_of(x.dtype).mantissa_bits <= format_of("bfloat16").mantissa_bits
     return x.map_data(materialize).value.astype(jnp.bfloat16 if exact else jnp.float32)

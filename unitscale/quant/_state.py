@@ -1,9 +1,9 @@
 """Amax state of delayed and calibrated scales.
 
-A matmul returns its amax statistics as the *gradient* of its state: ``tally`` has one bin per
-exponent of a scale, with a 1 in the bin that this step's amax needs. The topmost bin that is not
-zero, the exponent of the largest amax, survives sums and means of gradients: a layer used twice, a
-scan over time, rematerialization, gradient accumulation, psum or pmean over devices.
+A matmul returns its amax statistics as the *gradient* of its state. ``tally`` has one bin per scale
+exponent, and a 1 in the bin that the amax of the step needs. Sums and means of gradients keep the
+topmost nonzero bin, which belongs to the largest amax. So this works for layers used twice, scans,
+rematerialization, gradient accumulation, and psum or pmean over devices.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ from ._quantize import MAX_EXPONENT, MIN_EXPONENT, needed_exponent
 TENSORS = ("lhs", "rhs", "cotangent")
 """The three tensors of a matmul, in the order of the rows of a `QuantState`."""
 
-# The last bins of a tally, after those of the exponents.
+# Bins of a tally that follow those of the exponents.
 _NOT_FINITE = MAX_EXPONENT - MIN_EXPONENT + 1
 _SATURATED, _ELEMENTS, _BINS = _NOT_FINITE + 1, _NOT_FINITE + 2, _NOT_FINITE + 3
 _EMPTY = MIN_EXPONENT - 1.0
 
 
 def is_stateful(strategy: Strategy) -> TypeGuard[Delayed | Static]:
-    """Return whether a strategy keeps its scales in a `QuantState`."""
+    """Return whether a strategy keeps its scales in a `QuantState` between steps."""
     static = isinstance(strategy, Static)
     return isinstance(strategy, Delayed) or (static and strategy.scales is None)
 
@@ -43,18 +43,18 @@ def is_stateful(strategy: Strategy) -> TypeGuard[Delayed | Static]:
 )
 @dataclasses.dataclass(frozen=True)
 class QuantState:
-    """Scales of one matmul's three tensors and the amax history they are computed from.
+    """Scales of the three tensors of a matmul, and the amax history they are computed from.
 
-    All leaves are float32, so that they can be differentiated; stacked layers have leading
-    dimensions. Rows are `TENSORS`.
+    All arrays are float32, so that JAX can differentiate with respect to them. The dimension of
+    size 3 stands for `TENSORS`; stacked layers add leading dimensions.
 
     Attributes:
         scale: (..., 3), powers of two.
-        history: (..., 3, history), scale exponents of the last steps, latest first; below -126
-            where there is none.
+        history: (..., 3, history), scale exponents of the last steps, latest first; values below
+            -126 are empty entries.
         tally: (..., 3, bins), statistics since the last `advance`.
-        counts: (..., 3, 4): saturated elements and all elements of the last step; number of steps
-            with values that are not finite, and with saturated elements.
+        counts: (..., 3, 4): saturated elements and all elements of the last step, and numbers of
+            steps with non-finite values and with saturated elements.
         strategy: `Delayed`, or `Static` without scales.
         calibrating: whether matmuls use dynamic scales while the state records amax.
     """
@@ -68,7 +68,7 @@ class QuantState:
 
     @classmethod
     def create(cls, strategy: Delayed | Static) -> "QuantState":
-        """Return the state before the first step: scales 1 and an empty history."""
+        """Return the initial state: scales of 1 and an empty history."""
         if not is_stateful(strategy):
             raise TypeError(
                 "unitscale.quant.QuantState: strategy must be Delayed(...) or Static() without "
@@ -84,7 +84,7 @@ class QuantState:
         )
 
     def add(self, gradient: "QuantState") -> "QuantState":
-        """Return the state with the gradient of a step or micro-batch added to its tally."""
+        """Add the state's gradient, from a step or micro-batch, to the tally."""
         return dataclasses.replace(self, tally=self.tally + gradient.tally)
 
     def advance(self, gradient: "QuantState | None" = None) -> "QuantState":
@@ -92,11 +92,11 @@ class QuantState:
 
         Scaling:
             scale = 2**(k + margin), where k is the largest (or latest) exponent of the history.
-            A step in which a tensor is zero, unused or not finite adds no entry to its history.
-            `Static` scales change only in a calibration.
+            Steps in which a tensor is zero, unused or not finite are not recorded in its history.
+            `Static` scales change only during calibration.
 
         Args:
-            gradient: the gradient of the loss with respect to the state; None if it was added.
+            gradient: gradient of the loss with respect to the state; None if `add` was called.
 
         Example:
             >>> from unitscale.quant import MatmulConfig, dot_general
@@ -130,14 +130,14 @@ class QuantState:
 
 
 class Seen(NamedTuple):
-    """Statistics of one tensor: the bin of its amax (-1 if it is zero), and saturated elements."""
+    """Statistics of a tensor: bin of its amax (-1 if zero), and number of saturated elements."""
 
     bin: jax.Array
     saturated: jax.Array
 
 
 def measure(x: jax.Array, fmt: Format, scale: jax.Array) -> Seen:
-    """Measure a tensor that is quantized at ``scale``."""
+    """Return the statistics of a tensor that is quantized at ``scale``."""
     largest = amax(x)
     k = needed_exponent(largest, fmt) - MIN_EXPONENT
     k = jnp.where(jnp.isfinite(largest), jnp.where(largest > 0, k, -1), _NOT_FINITE)
@@ -148,7 +148,7 @@ def measure(x: jax.Array, fmt: Format, scale: jax.Array) -> Seen:
 def state_gradient(
     state: QuantState | None, seen: tuple[Seen | None, ...], sizes: tuple[int, ...]
 ) -> QuantState | None:
-    """Return the gradient of a matmul's state: the tally of this use, and zeros."""
+    """Return the gradient of a matmul's state: this call's tally, and zeros for the rest."""
     if state is None:
         return None
     none = Seen(jnp.int32(-1), jnp.float32(0))
@@ -162,11 +162,11 @@ def state_gradient(
 
 
 def check_state(owner: str, config: MatmulConfig | None, state: QuantState | None) -> None:
-    """Raise if a strategy lacks its state, or the state does not belong to the matmul."""
+    """Raise if the strategy needs a state and has none, or if the state does not fit the matmul."""
     if config is not None and not isinstance(config, MatmulConfig):
         raise TypeError(
-            f"unitscale.quant.{owner}: config must be a quant.MatmulConfig, which is E4M3 at unit "
-            f"scale without arguments; got {config!r}"
+            f"unitscale.quant.{owner}: config must be a quant.MatmulConfig; got {config!r}. "
+            "MatmulConfig() is E4M3 at unit scale"
         )
     strategy = None if config is None else config.strategy
     if state is None:
@@ -178,17 +178,17 @@ def check_state(owner: str, config: MatmulConfig | None, state: QuantState | Non
     elif not isinstance(state, QuantState):
         raise TypeError(
             f"unitscale.quant.{owner}: state must be a QuantState; got {type(state).__name__}. "
-            "Load the state of a model that was converted by the same rules"
+            "Load the state of a model that was converted with the same rules"
         )
     elif state.strategy != strategy:
         raise ValueError(
-            f"unitscale.quant.{owner}: the state is one of {state.strategy!r}, but the strategy is "
-            f"{strategy!r}"
+            f"unitscale.quant.{owner}: state must be made for the strategy {strategy!r}; got one "
+            f"made for {state.strategy!r}"
         )
     elif (shape := jnp.shape(state.scale)) != (len(TENSORS),):
         raise ValueError(
             f"unitscale.quant.{owner}: state.scale must have shape (3,), the scales of one matmul; "
-            f"got {shape}. Scan or vmap over stacked layers, so that each gets its own"
+            f"got {shape}. Scan or vmap over stacked layers, so that each layer gets its own scales"
         )
 
 
@@ -197,7 +197,7 @@ class StaleScalesWarning(UserWarning):
 
 
 def warn_if_not_updated(operands: Any, state: QuantState | None) -> Any:
-    """Return the operands; warn if they are differentiated and their delayed scales are not."""
+    """Return the operands; warn if JAX differentiates them but not their delayed scales."""
     if state is None or not isinstance(state.strategy, Delayed):
         return operands
     return _warn(operands, state.tally)
@@ -215,11 +215,11 @@ def _warn_fwd(operands: Any, tally: Any) -> Any:
     if any(x.perturbed for x in leaves) and not tally.perturbed:
         warnings.warn(
             "unitscale: delayed FP8 scales are not being updated, because a loss was "
-            "differentiated with respect to the operands of a matmul and not to its scales. "
+            "differentiated with respect to the operands of a matmul, but not its scales. "
             "Differentiate models with unitscale.nn.value_and_grad (nnx.value_and_grad does not "
-            "record amax), and functions of a QuantState with respect to it too. A DotGeneral that "
-            "a layer creates in each call (qkv_dot_general_cls=) keeps no scales: use "
-            "unitscale.nn.convert.",
+            "record amax). Differentiate functions of a QuantState with respect to the state, too. "
+            "A DotGeneral that a layer creates in each call (qkv_dot_general_cls=) keeps no "
+            "scales: use unitscale.nn.convert.",
             StaleScalesWarning,
             stacklevel=2,
         )
@@ -244,7 +244,7 @@ def _from_bytes(written: bytes) -> Any:
     return (Delayed if name == "Delayed" else Static)(**fields), calibrating
 
 
-# For programs that `jax.export` serializes with a state in their signature.
+# Lets `jax.export` serialize programs that take or return a state.
 export.register_pytree_node_serialization(
     QuantState,
     serialized_name="unitscale.quant.QuantState",
