@@ -338,7 +338,7 @@ def test_options_are_those_of_arrays(name: str) -> None:
     found = getattr(x, name)(**options).value
     np.testing.assert_allclose(found, getattr(numbers, name)(**options))
     assert getattr(np, name)(x).value == getattr(numbers, name)()
-    assert getattr(ScaledArray, name).__doc__.startswith(f"As `jax.Array.{name}`")
+    assert getattr(ScaledArray, name).__doc__.startswith(f"Like `jax.Array.{name}`")
 
 
 @pytest.mark.parametrize("kind", ["none", "tensor", "block"])

@@ -336,6 +336,6 @@ test_errors = refuses(
         (ValueError, lambda: moe(activation="swish"), "activation must be one of"),
         (ValueError, lambda: moe(top_k=5), "top_k must be from 1 to the 4 experts"),
         (ValueError, lambda: moe(top_k=1, renormalize=True), "one renormalized gate"),
-        (TypeError, forward_derivative, "defines its backward pass only"),
+        (TypeError, forward_derivative, "supports reverse-mode differentiation only"),
     ]
 )

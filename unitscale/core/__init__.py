@@ -1,6 +1,6 @@
-"""ScaledArray and what it is made of: formats, exact powers of two, casts, scale arithmetic.
+"""ScaledArray, and the tools it builds on: formats, exact powers of two, casts, scale arithmetic.
 
-Everything else in the library builds on this package, which needs jax, numpy and ml_dtypes only.
+The rest of the library builds on this package, which needs only jax, numpy and ml_dtypes.
 """
 
 # For users.

@@ -1,9 +1,9 @@
-"""Scales, and arithmetic on (data, scale) pairs: the traced-scale rules, written once.
+"""Scales, and arithmetic on (data, scale) pairs.
 
-A scale is None (a plain array, which costs nothing) or a float array (float32, or float8_e8m0fnu).
-A pair stands for the value ``data * scale``. Operations on pairs return a pair whose value is the
-ordinary result up to rounding, computed in float32 and rounded once to the result's data type, and
-whose scale is chosen statically (square-root rules), so that unit data stays near unit.
+A scale is None (for a plain array, at no cost) or a float array (float32, or float8_e8m0fnu). A
+pair stands for the value ``data * scale``. Operations on pairs return a pair. Its value is the
+ordinary result, computed in float32 and rounded once to the result's data type. Its scale does not
+depend on the data; square-root rules choose it so that data of RMS 1 stays near RMS 1.
 """
 
 from collections.abc import Callable
@@ -26,17 +26,17 @@ from ._formats import (
 )
 
 Scale: TypeAlias = jax.Array | None
-"""A scale: None (a plain array) or an array: see `as_scale`."""
+"""A scale: None for a plain array, or an array; see `as_scale`."""
 Pair: TypeAlias = tuple[jax.Array, Scale]
 
 # -- scales ----------------------------------------------------------------------------------
 
 
 def as_scale(scale: Any) -> Scale:
-    """Return None, a float array or a number as a scale.
+    """Convert None, a number or a float array to a scale.
 
-    A number becomes a float32 array, even if it is 1: the structure of a program never depends on
-    the value of a scale. float8_e8m0fnu arrays are kept.
+    A number becomes a float32 array, even if it is 1, so that the structure of a program does not
+    depend on the value of a scale. float8_e8m0fnu arrays are kept.
     """
     if scale is None:
         return None
@@ -45,7 +45,7 @@ def as_scale(scale: Any) -> Scale:
         if not float(single.tiny) <= float(scale) <= float(single.max):
             raise ValueError(
                 "unitscale.ScaledArray: scale must be a positive, normal float32 number; got "
-                f"{scale!r}. Put sign, zeros and the rest into data."
+                f"{scale!r}. Put signs, zeros and other factors into data."
             )
         return jnp.float32(scale)
     dtype = getattr(scale, "dtype", None)
@@ -97,33 +97,33 @@ def to_float(scale: Scale) -> jax.Array:
 
 
 def scalar_scale(scale: Scale) -> Scale:
-    """Return a scale of one entry as a scalar."""
+    """Reshape a scale that has one entry to a scalar."""
     return None if scale is None else jnp.reshape(scale, ())
 
 
 def safe_scale(scale: jax.Array) -> jax.Array:
-    """Replace scales that cannot divide (zero, infinity, NaN) by 1.
+    """Replace scales that cannot be divided by (zero, infinity, NaN) by 1.
 
-    An all-zero tensor has RMS 0; dividing by it would turn zeros into NaN.
+    For example an all-zero tensor has RMS 0, and dividing by it would turn zeros into NaN.
     """
     scale = jnp.asarray(scale)
     return jnp.where((scale > 0) & (scale < jnp.inf), scale, jnp.ones_like(scale))
 
 
 def divisor(scale: jax.Array) -> jax.Array:
-    """Limit a scale to 2^126: XLA multiplies by the inverse, and flushes that of 2^127 to 0."""
+    """Limit a scale to 2^126: XLA multiplies by the inverse, and flushes 2^-127 to 0."""
     return jnp.where(scale < jnp.inf, jnp.minimum(scale, 2.0**126), scale)
 
 
 def scale_near(size: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
-    """Return the power of two nearest to a size as a scale; 1 for zero, infinity and NaN."""
+    """Round an RMS or amax to a power of two to use as a scale; 1 for zero, infinity and NaN."""
     return safe_scale(divisor(round_to_pow2(size, rounding)))
 
 
 def common_scale(left: Scale, right: Scale) -> Scale:
     """Return the scale of a sum: sqrt(left**2 + right**2), rounded to a power of two.
 
-    Independent terms add in variance. None counts as 1 beside a scale.
+    The variances of independent terms add up. If only one scale is None, it counts as 1.
     """
     if left is None and right is None:
         return None
@@ -134,18 +134,18 @@ def common_scale(left: Scale, right: Scale) -> Scale:
     return round_to_pow2(larger * jnp.sqrt(1 + ratio * ratio))
 
 
-# Products of scales are kept within the normal numbers of float32: each of these functions returns
-# a scale and the rest, which multiplies the data.
+# Products and quotients of scales stay within the normal numbers of float32: each of these
+# functions returns a bounded scale, and the remaining factor, which multiplies the data.
 
 
 def bounded_product(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]:
-    """Return left * right within the normal numbers of float32, and the rest for the data."""
+    """Return left * right, bounded to float32's normal numbers, and a factor for the data."""
     if left is None or right is None:
         return right if left is None else left, 1
     a, b = to_float(left), to_float(right)
     scale, low, high = a * b, jnp.minimum(a, b), jnp.maximum(a, b)
     near = _normal(scale, low > 0)
-    # In this order no factor leaves the range of float32.
+    # In this order no intermediate result leaves the range of float32.
     return near, jnp.where(near == scale, 1, high / near * low)
 
 
@@ -172,27 +172,27 @@ def _promoted(data: jax.Array) -> Any:
 
 
 def result_dtype(*data: jax.Array) -> np.dtype:
-    """Return the data type of a result, as JAX promotes; 8-bit floats count as bfloat16."""
+    """Return the promoted data type of operands, where 8-bit floats count as bfloat16."""
     return np.dtype(jnp.result_type(*map(_promoted, data)))
 
 
 def summable(value: jax.Array) -> jax.Array:
-    """Return a value in a type that JAX reduces in float32, which 8-bit types are not."""
+    """Convert 8-bit values to bfloat16, because JAX would not sum them in float32."""
     return value.astype(result_dtype(value))
 
 
 def operand(x: Any, beside: Scale = None) -> Pair | None:
-    """Return an operand as a pair, or None if it is not a real array or number.
+    """Convert an operand to a pair; return None if it is not a real array or number.
 
-    Zero, infinity and NaN take the scale ``beside`` them. Other Python numbers are split exactly
-    into data of magnitude near 1, weakly typed, and a power of two.
+    Python numbers are split exactly into weakly typed data of magnitude near 1 and a power of two.
+    Zero, infinity and NaN get the scale ``beside``, that of the other operand.
     """
     if hasattr(x, "map_data"):
         return x.pair
     if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
         if x == 0 or not np.isfinite(x):
             return jnp.asarray(float(x)), beside
-        # A scale outside the normal numbers of float32 would be lost; data can be.
+        # Keep the scale within the normal numbers of float32; the data takes the rest.
         scale = min(max(static_pow2(abs(x)), 2.0**-126), 2.0**127)
         return jnp.asarray(x / scale), None if scale == 1 else jnp.float32(scale)
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):
@@ -204,7 +204,7 @@ def operand(x: Any, beside: Scale = None) -> Pair | None:
 
 
 def value(data: jax.Array, scale: Scale) -> jax.Array:
-    """Return ``data * scale``; the data itself for the scale None."""
+    """Return ``data * scale``; the data itself if the scale is None."""
     if scale is None:
         return data
     scale = to_float(scale)
@@ -212,9 +212,9 @@ def value(data: jax.Array, scale: Scale) -> jax.Array:
 
 
 def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Array:
-    """Return the data that represents a pair at another scale: ``data * (scale / target)``.
+    """Return the data of a pair at another scale: ``data * (scale / target)``.
 
-    The ratio is applied in float32. A target of zero can only hold zeros.
+    The multiplication is in float32. A target of 0 is replaced by 1; it only occurs for zeros.
     """
     if scale is target:
         return data.astype(dtype)
@@ -226,7 +226,7 @@ def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Ar
 
 
 def _aligned(operation: Callable[..., jax.Array], left: Pair, right: Pair) -> Pair:
-    """Add or subtracts at the scale sqrt(s1**2 + s2**2), rounded to a power of two."""
+    """Add or subtract at the scale sqrt(s1**2 + s2**2), rounded to a power of two."""
     scale = left[1] if left[1] is right[1] else common_scale(left[1], right[1])
     dtype = result_dtype(left[0], right[0])
     x, y = (at_scale(*pair, scale, wide_dtype(dtype)) for pair in (left, right))
@@ -237,26 +237,26 @@ add, subtract = partial(_aligned, jnp.add), partial(_aligned, jnp.subtract)
 
 
 def multiply(left: Pair, right: Pair) -> Pair:
-    """Return left * right: the data are multiplied, and so are the scales."""
+    """Return left * right: data times data, and scale times scale."""
     dtype = result_dtype(left[0], right[0])
     scale, rest = bounded_product(left[1], right[1])
     return (_times(left[0], rest) * widen(right[0])).astype(dtype), scale
 
 
 def _times(data: jax.Array, rest: jax.Array | int) -> jax.Array:
-    """Multiply data by the rest of a bounded scale."""
+    """Multiply data by the remaining factor of a bounded scale."""
     return widen(data) if isinstance(rest, int) else widen(data) * rest
 
 
 def divide(left: Pair, right: Pair) -> Pair:
-    """Return left / right; a divisor with scale zero divides by its zeros."""
+    """Return left / right: data over data, and scale over scale."""
     dtype = result_dtype(left[0], right[0])
     scale, rest = _bounded_quotient(left[1], right[1])
     return (_times(left[0], rest) / widen(right[0])).astype(dtype), scale
 
 
 def power(x: Pair, exponent: int) -> Pair:
-    """Return x**exponent for a static integer: data and scale are raised alike."""
+    """Return x**exponent for a static integer: data and scale are both raised to it."""
     data, scale = x
     rest = 1
     if scale is not None:
@@ -267,14 +267,14 @@ def power(x: Pair, exponent: int) -> Pair:
 
 
 def general_power(base: Pair, exponent: Pair) -> Pair:
-    """Return base**exponent of values; the result has no scale."""
+    """Return base**exponent, computed from values; the result has no scale."""
     return widen(value(*base)) ** widen(value(*exponent)), None
 
 
 def matmul(left: Pair, right: Pair) -> Pair:
-    """Return left @ right; the data is divided by the power of two nearest sqrt(contraction).
+    """Return left @ right, with the power of two nearest sqrt(contracted size) moved to the scale.
 
-    A scale that varies along the contraction is multiplied in first, and the result has none.
+    A scale that varies along the contracted dimension is applied first; the result has no scale.
     """
     (x, x_scale), (y, y_scale) = left, right
     dtype = result_dtype(x, y)
@@ -295,7 +295,7 @@ def matmul(left: Pair, right: Pair) -> Pair:
 
 
 def _normalized(total: jax.Array, scale: Scale, count: int, dtype: Any) -> Pair:
-    """Move the growth of a sum, the power of two nearest sqrt(count), from data into the scale."""
+    """Move the growth of a sum, the power of two nearest sqrt(count), from data to scale."""
     if scale is None or (norm := static_pow2_sqrt(count)) == 1:
         return total.astype(dtype), scale
     scale, rest = bounded_product(to_float(scale), jnp.float32(norm))
@@ -303,7 +303,7 @@ def _normalized(total: jax.Array, scale: Scale, count: int, dtype: Any) -> Pair:
 
 
 def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
-    """Return the sum over axes; the data is divided by the power of two nearest sqrt(count)."""
+    """Return the sum over axes, with the power of two nearest sqrt(count) moved to the scale."""
     data, scale = x
     total = jnp.sum(widen(data), axis=axis, keepdims=keepdims)
     if scale is None:
@@ -313,7 +313,7 @@ def reduce_sum(x: Pair, axis: Any, keepdims: bool) -> Pair:
 
 
 def reduce_scale(scale: Scale, axis: Any, keepdims: bool = False) -> Scale:
-    """Return the scale that a reduction over ``axis`` leaves: its size-1 axes are dropped."""
+    """Return the scale of a reduction over ``axis``, along which the scale has size 1."""
     if scale is None or jnp.size(scale) == 1:
         return scalar_scale(scale)
     return jnp.max(to_float(scale), axis=axis, keepdims=keepdims)
@@ -329,7 +329,7 @@ def varies_over(data: jax.Array, scale: Scale, axis: Any) -> bool:
 
 
 def compare(op: Callable[..., jax.Array], left: Pair, right: Pair) -> jax.Array:
-    """Compare values: exactly on data if the scales are the same, else in float32."""
+    """Compare the data if both operands have the same scale; else compare values in float32."""
     if left[1] is right[1]:
         return op(widen(left[0]), widen(right[0]))
     return op(widen(value(*left)), widen(value(*right)))

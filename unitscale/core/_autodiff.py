@@ -1,4 +1,4 @@
-"""Static factors of the forward and backward pass, and gradients by the values of ScaledArrays."""
+"""Static forward and backward factors, and gradients with respect to values of ScaledArrays."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -15,9 +15,9 @@ from ._scaled_array import ScaledArray, is_scaled, loss_value
 
 
 def multiply(x: jax.Array, factor: float) -> jax.Array:
-    """Multiply by a factor in the wide dtype, and rounds once to the dtype of ``x``.
+    """Multiply by a factor in the wide dtype, and round once to the dtype of ``x``.
 
-    The factor itself is never rounded to a narrow type, and a factor of 1 is no operation.
+    The factor itself is never rounded to a narrow type. A factor of 1 returns ``x`` unchanged.
     """
     if factor == 1:
         return x
@@ -36,15 +36,15 @@ _scale.defvjp(
 
 
 def scale(x: Any, fwd: float = 1.0, bwd: float = 1.0) -> Any:
-    """Multiply by ``fwd`` on the way forward and the cotangent by ``bwd`` on the way back.
+    """Multiply by ``fwd`` in the forward pass, and multiply the cotangent by ``bwd``.
 
     Scaling:
         y = fwd * x; dx = bwd * dy, each computed in float32 (float64 for float64) and rounded
-        once. The derivative is the true one only if fwd == bwd. Use other factors on cut edges, or
-        on edges that share a constraint.
+        once. The gradient is exact only if fwd == bwd. Use different factors only on cut edges, or
+        together with other ops whose factors make up for the difference.
 
     Args:
-        x: a floating array, or a ScaledArray (its data is multiplied, its scale kept).
+        x: a floating array, or a ScaledArray (its data is multiplied, and its scale kept).
         fwd: static forward factor.
         bwd: static backward factor.
 
@@ -62,7 +62,7 @@ def scale(x: Any, fwd: float = 1.0, bwd: float = 1.0) -> Any:
         if not isinstance(factor, (int, float, np.integer, np.floating)):
             raise TypeError(
                 f"unitscale.ops.scale: {name} must be a static Python number; got "
-                f"{type(factor).__name__}. A traced multiplier belongs into ScaledArray.scale."
+                f"{type(factor).__name__}. Put a traced multiplier into ScaledArray.scale."
             )
     if is_scaled(x):
         return x.map_data(lambda data: _scale(data, float(fwd), float(bwd)))
@@ -73,31 +73,31 @@ def scale(x: Any, fwd: float = 1.0, bwd: float = 1.0) -> Any:
 
 
 def scale_fwd(x: Any, factor: float) -> Any:
-    """Multiply the forward value by a static factor and leaves the cotangent alone."""
+    """Multiply by a static factor in the forward pass; leave the cotangent unchanged."""
     return scale(x, factor, 1.0)
 
 
 def scale_bwd(x: Any, factor: float) -> Any:
-    """Leave the forward value alone and multiplies the cotangent by a static factor."""
+    """Multiply the cotangent by a static factor; leave the forward value unchanged."""
     return scale(x, 1.0, factor)
 
 
 def wide_data(x: Any) -> Any:
     """Return the data of a ScaledArray in float32 or wider, to differentiate with respect to it.
 
-    Its cotangent is that of the value times the scale: with a scale of 2^10, gradients above 64
-    would overflow float16.
+    The data's gradient is the value's gradient times the scale: with a scale of 2^10, it would
+    overflow float16 for value gradients above 64.
     """
     return widen(x.data) if is_scaled(x) else x
 
 
 def with_data(x: Any, data: Any) -> Any:
-    """Return a ScaledArray with other data at its own scale; anything else is its own data."""
+    """Return ``x`` with other data and the same scale; if it is not a ScaledArray, the data."""
     return ScaledArray(data, x.scale, block_shape=x.block_shape) if is_scaled(x) else data
 
 
 def value_gradient(x: Any, cotangent: Any) -> Any:
-    """Divide the cotangent of the data of ``x`` by its scale: the gradient by its value."""
+    """Convert the gradient of ``x.data`` to that of ``x.value``: divide by the scale."""
     return cotangent / to_float(x.full_scale) if is_scaled(x) else cotangent
 
 
@@ -111,23 +111,23 @@ def value_and_grad(
     *,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """As `jax.value_and_grad`, with gradients by the values of ScaledArrays, as plain arrays.
+    """Like `jax.value_and_grad`, with gradients with respect to the values of ScaledArrays.
 
     Scaling:
-        value = data * scale with the scale held constant (`ScaledArray`), so the gradient by the
-        value is the gradient by the data, computed in float32, divided by the scale. It does not
-        depend on how the value is split into data and scale, so that norms, clipping and averages
-        of gradients are correct; those of `jax.grad` are by the data, with a zero for the scale.
+        value = data * scale, with the scale held constant. The gradient with respect to the value
+        is therefore the gradient with respect to the data, in float32, divided by the scale. It
+        does not depend on how a value is split into data and scale, so norms, clipping and averages
+        of gradients are correct. (`jax.grad` differentiates with respect to the data.)
 
     Args:
         fun: function of any pytrees that returns a scalar; the loss may be a ScaledArray.
-        argnums: which positional arguments to differentiate with respect to.
+        argnums: positions of the arguments to differentiate with respect to.
         has_aux: whether ``fun`` returns ``(value, aux)``.
         allow_int: whether arguments may hold integers, as in `jax.value_and_grad`.
 
     Returns:
-        A function of the arguments of ``fun`` that returns ``(value, gradients)``: the tree of the
-        argument, with a plain float32 array in place of each ScaledArray.
+        A function with the arguments of ``fun`` that returns ``(value, gradients)``. Gradients have
+        the structure of the arguments, with a plain float32 array for each ScaledArray.
 
     Example:
         >>> w = ScaledArray(jnp.ones(2, jnp.float16), 4.0)
@@ -167,19 +167,19 @@ def grad(
     *,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """As `jax.grad`, with gradients by the values of ScaledArrays.
+    """Like `jax.grad`, with gradients with respect to the values of ScaledArrays.
 
     Scaling, arguments and errors are those of `value_and_grad`.
 
     Returns:
-        A function of the arguments of ``fun`` that returns the gradients; with ``has_aux``,
+        A function with the arguments of ``fun`` that returns the gradients; with ``has_aux``,
         ``(gradients, aux)``.
     """
     return drop_value(value_and_grad(fun, argnums, has_aux, allow_int=allow_int), has_aux)
 
 
 def drop_value(differentiate: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Turn a ``value_and_grad`` of a function into its ``grad``."""
+    """Turn the ``value_and_grad`` of a function into its ``grad``."""
 
     @wraps(differentiate)
     def run(*args: Any, **kwargs: Any) -> Any:

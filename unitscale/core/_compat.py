@@ -1,4 +1,4 @@
-"""Private or version-dependent parts of JAX, and additions to its public ones."""
+"""Uses of JAX that are private or depend on its version, and wrappers of its public functions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jax.extend.core import Jaxpr, Literal
 def take_as_array(
     cls: type, convert: Callable[[Any], Any], convert_loss: Callable[[Any], Any]
 ) -> None:
-    """Let JAX's primitives accept objects of a class as the array that ``convert`` makes of them.
+    """Let JAX's primitives accept objects of a class, by converting them to arrays.
 
-    Users see a ValueError that ``convert`` raises (JAX hides a TypeError). ``convert_loss`` is for
-    what `jax.grad` differentiates. A version of JAX without these private tables shows its own
-    message.
+    ``convert`` may raise ValueError, which users then see (JAX hides a TypeError). ``convert_loss``
+    replaces it for the loss of `jax.grad`. If a version of JAX lacks these private tables, users
+    see JAX's own message.
     """
     types = getattr(jax_core, "pytype_aval_mappings", None)
     if isinstance(types, dict):
@@ -33,27 +33,27 @@ def take_as_array(
 
 
 def _is_loss() -> bool:
-    """Return whether `jax.grad` calls `take_as_array`, through `typeof`, to check the loss."""
+    """Return whether the conversion was called by `jax.grad`, which checks the loss."""
     return sys._getframe(3).f_code.co_name == "_check_scalar"
 
 
-# The mirror images of comparisons; those of other operators have an r before their names.
+# Reflected comparisons. Reflected methods of other operators have an "r" before their name.
 _MIRRORS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
 def mirror_asked_for() -> str:
-    """Return the reflected method that an operator of `jax.Array` needs from its right operand.
+    """Return the reflected method for the operator of `jax.Array` that is calling.
 
-    "__radd__" for an addition, "" if no operator is calling. For an operand without
-    ``__jax_array__`` `jax.Array` returns NotImplemented, so that Python calls the reflected method.
-    In a version of JAX with other names the result is a plain array.
+    It is "__radd__" for an addition, and "" if no operator is calling. If the right operand has no
+    ``__jax_array__``, `jax.Array` returns NotImplemented, and Python calls the reflected method. If
+    JAX renames its operators, results become plain arrays.
     """
     asks, _, name = sys._getframe(2).f_code.co_name.partition("_operator_")
     return "" if asks or not name else f"__{_MIRRORS.get(name, 'r' + name)}__"
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return the numbers of constants and carried leaves of a scan from its parameters."""
+    """Return the numbers of constants and of carried arrays in the parameters of a scan."""
     if "num_consts" in params:  # before JAX 0.12
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
@@ -62,10 +62,10 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 @contextmanager
 def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
-    """Within the context, JAX checks cuDNN attention against this GPU and cuDNN version.
+    """Make JAX check cuDNN attention against this GPU and cuDNN version in a ``with`` block.
 
-    JAX asks the local GPU, which a machine that compiles ahead of time need not have. In a version
-    of JAX without these checks nothing is changed.
+    JAX would query the local GPU, but a machine that compiles ahead of time may not have one. It
+    does nothing in versions of JAX without these checks.
     """
 
     def of(text: str) -> tuple[int, ...]:
@@ -82,9 +82,9 @@ def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
 
 @contextmanager
 def cudnn_accepts_float32() -> Iterator[None]:
-    """Within the context, float32 operands of cuDNN's attention are traced as 16-bit ones.
+    """Make JAX accept float32 operands of cuDNN's attention in a ``with`` block.
 
-    scalify traces programs in float32 whose data will have 16 bits, which JAX's checks cannot know.
+    scalify traces programs in float32, but runs them with 16-bit data; JAX's checks cannot know.
     """
 
     def check_layout(*arrays: Any) -> None:
@@ -105,7 +105,7 @@ def cudnn_accepts_float32() -> Iterator[None]:
 
 @contextmanager
 def _replaced(functions: dict[str, Callable[..., Any]]) -> Iterator[dict[str, Callable[..., Any]]]:
-    """Replace functions of JAX's cuDNN module, as far as it has them, and yields the originals."""
+    """Replace functions of JAX's cuDNN module that exist there, and yield the originals."""
     own = {name: getattr(jax_cudnn, name) for name in functions if hasattr(jax_cudnn, name)}
     for name in own:
         setattr(jax_cudnn, name, functions[name])
@@ -117,9 +117,9 @@ def _replaced(functions: dict[str, Callable[..., Any]]) -> Iterator[dict[str, Ca
 
 
 _ADVICE = (
-    "unitscale: {name} defines its backward pass only, because its backward factors exist in "
-    "reverse mode; use jax.vjp, jax.grad or jax.jacrev. A Jacobian-vector product is the "
-    "transpose of the transpose: jax.vjp(lambda u: jax.vjp(f, x)[1](u), u0)[1](v)."
+    "unitscale: {name} supports reverse-mode differentiation only, because its backward factors "
+    "have no forward-mode meaning; use jax.vjp, jax.grad or jax.jacrev. For a Jacobian-vector "
+    "product, differentiate twice: jax.vjp(lambda u: jax.vjp(f, x)[1](u), u0)[1](v)."
 )
 
 
@@ -130,10 +130,10 @@ def varying(x: jax.Array) -> frozenset[str]:
 
 
 def match_varying(args: Any) -> Any:
-    """Make all arrays vary over the mesh axes that any of them varies over.
+    """Mark all arrays as varying over the mesh axes that any of them varies over.
 
-    A gradient varies as the arguments together do, and must have the type of its own argument; the
-    transpose of varying is a sum over devices, as for JAX's own operations.
+    Gradients vary over all these axes, and JAX requires each to have the type of its argument. The
+    transpose of this function sums a gradient over devices, as JAX's own operations do.
     """
     axes = frozenset().union(*map(varying, jax.tree.leaves(args)))
 
@@ -147,8 +147,8 @@ def match_varying(args: Any) -> Any:
 class custom_vjp:
     """`jax.custom_vjp` with a helpful error under forward-mode differentiation.
 
-    The TypeError names the function and the reverse-mode way to the same number. (If the function
-    was traced into a jaxpr first, as under jit, JAX's own message appears.)
+    The TypeError names the function and a way to get the result in reverse mode. (If the function
+    was traced first, as under jit, users see JAX's own message.)
     """
 
     __name__: str
@@ -164,7 +164,7 @@ class custom_vjp:
         self._fun.defvjp(fwd, bwd)
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function on positional arguments."""
+        """Call the function with positional arguments."""
         arrays = iter(match_varying([a for i, a in enumerate(args) if i not in self._static]))
         args = tuple(a if i in self._static else next(arrays) for i, a in enumerate(args))
         try:
@@ -177,7 +177,7 @@ class custom_vjp:
 
 
 def last_uses(jaxpr: Jaxpr) -> dict[int, list[Any]]:
-    """Return, for every equation, the variables that no later equation reads (liveness)."""
+    """Return, for each equation, the variables that no later equation reads (liveness)."""
     last: dict[Any, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):
         last |= {a: index for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, Literal)}

@@ -1,4 +1,4 @@
-"""Conversion of trees to ScaledArrays and back, and the statistics from which scales are chosen."""
+"""Conversion of trees to ScaledArrays and back, and statistics for choosing scales."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from ._scaled_array import ScaledArray, is_scaled, value_of
 
 Axis = int | tuple[int, ...] | None
 RescaleStrategy = Literal["rms", "amax", "mse"]
-"""The statistic that a new scale is chosen from: see `rescale`."""
+"""The statistic that determines a new scale; see `rescale`."""
 
 # -- statistics ------------------------------------------------------------------------------
 
@@ -33,13 +33,13 @@ RescaleStrategy = Literal["rms", "amax", "mse"]
 # Compiled once per shape when called on arrays, and inlined when traced.
 @partial(jax.jit, static_argnames="axis", inline=True)
 def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
-    """Return the largest magnitude over ``axis``, kept as size-1 dimensions unless axis is None.
+    """Return the largest magnitude over ``axis``; reduced axes stay with size 1 unless it is None.
 
-    Computed in float32. NaN and infinity propagate. Its gradient is zero.
+    It is computed in float32. NaN and infinity propagate. The gradient is zero.
     """
     x = jnp.abs(widen(x))
-    # As integers, which order magnitudes as floats do, and NaN above infinity: XLA's CPU backend
-    # ignores NaN in the maximum of a large array.
+    # XLA's CPU backend ignores NaN in the maximum of a large array, so compare the bits as
+    # integers: they have the order of the magnitudes, with NaN above infinity.
     bits = lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
     most = jnp.max(bits, axis=axis, keepdims=axis is not None, initial=0)
     return lax.bitcast_convert_type(most, x.dtype)
@@ -47,12 +47,12 @@ def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
 
 @partial(jax.jit, static_argnames="axis", inline=True)
 def rms(x: jax.Array, axis: Axis = None) -> jax.Array:
-    """Return sqrt(mean(x**2)) over ``axis``, kept as size-1 dimensions unless axis is None.
+    """Return sqrt(mean(x**2)) over ``axis``; reduced axes stay with size 1 unless it is None.
 
-    Computed in float32, without overflow or underflow of the squares. Zero for empty input.
+    It is computed in float32, without overflow or underflow of squares. Empty input gives zero.
     """
     keep = axis is not None
-    # float32 holds the squares of a format with 5 exponent bits.
+    # float32 has the range for squares of formats with up to 5 exponent bits.
     squares_fit = is_floating(x) and jnp.finfo(x.dtype).nexp <= 5
     x = widen(x)
     if x.size == 0:
@@ -64,7 +64,7 @@ def rms(x: jax.Array, axis: Axis = None) -> jax.Array:
 
 
 def _best_scale(x: jax.Array, fmt: Format, axis: Axis) -> jax.Array:
-    """The power of two of least mean squared error of x / s rounded to a format, near the RMS."""
+    """Return the power of two s near the RMS that minimizes the error of rounding x / s."""
     center = scale_near(rms(x, axis))
     unit = widen(x) / center
 
@@ -75,7 +75,7 @@ def _best_scale(x: jax.Array, fmt: Format, axis: Axis) -> jax.Array:
 
     exponents = jnp.arange(-24, 25)
     errors = lax.map(error, exponents)
-    # Among equals the exponent nearest to the RMS: exact values have error zero for many scales.
+    # Values that the format represents exactly have error 0 at many scales: choose the nearest.
     tie_break = jnp.abs(exponents).reshape((-1,) + (1,) * (errors.ndim - 1))
     is_best = errors == jnp.min(errors, axis=0)
     best = jnp.argmin(jnp.where(is_best, tie_break, jnp.iinfo(jnp.int32).max), axis=0)
@@ -86,15 +86,15 @@ def _best_scale(x: jax.Array, fmt: Format, axis: Axis) -> jax.Array:
 
 
 def rebalance(x: Any, s: Any) -> ScaledArray:
-    """Move a factor from data to scale, with the same value: ``data / s`` and ``scale * s``.
+    """Move the factor ``s`` from data to scale, keeping the value: ``data / s``, ``scale * s``.
 
     Scaling:
-        Exact for a power of two, unless data leaves the range of its format (see `ScaledArray`).
+        Exact if ``s`` is a power of two and the data stays within the range of its format.
 
     Args:
         x: array or ScaledArray.
-        s: positive number or array that broadcasts against the scale of ``x``; entries that are
-            zero, infinite or NaN count as 1.
+        s: positive number or array that broadcasts against ``x``, or with block scales against the
+            scale of ``x``. Entries that are zero, infinite or NaN count as 1.
 
     Returns:
         ScaledArray of the same shape and data dtype.
@@ -132,21 +132,21 @@ def rebalance(x: Any, s: Any) -> ScaledArray:
 def rescale(
     x: Any, strategy: RescaleStrategy = "rms", *, dtype: Any = None, axis: Axis = None
 ) -> ScaledArray:
-    """Choose a power-of-two scale from the statistics of the data, and rebalances to it.
+    """Choose a power-of-two scale from the statistics of the data, and move to it.
 
     Scaling:
-        "rms" brings the RMS of data nearest to 1; "amax" brings the largest magnitude just below
-        the maximum of ``dtype``; "mse" minimizes mean((cast(x / s) * s - x)**2), with casts to
-        ``dtype``. All-zero data keeps its scale (see `ScaledArray`).
+        "rms" brings the RMS of the data close to 1; "amax" brings the largest magnitude just below
+        the maximum of ``dtype``; "mse" minimizes mean((cast(x / s, dtype) * s - x)**2). All-zero
+        data keeps its scale.
 
     Args:
         x: array or ScaledArray.
         strategy: "rms", "amax" or "mse".
-        dtype: the target format of "amax" and "mse"; the dtype of data by default.
-        axis: axes that share one scale; None for one per tensor.
+        dtype: target format of "amax" and "mse"; by default the dtype of the data.
+        axis: axes that share one scale; None for one scale per tensor.
 
     Returns:
-        ScaledArray with the same value and data dtype; scales of blocks become one.
+        ScaledArray with the same value and data dtype. Block scales are replaced.
 
     Example:
         >>> x = rescale(jnp.array([3e-6, -4e-6]))
@@ -158,7 +158,7 @@ def rescale(
     if x.size == 0:
         return x
     target = format_of(x.dtype if dtype is None else dtype)
-    # The new scale replaces those of blocks, so the statistics are those of the value.
+    # The new scale replaces block scales, so compute statistics of the value.
     data = x.data if x.block_shape is None else value_of(x)
     if strategy == "rms":
         s = scale_near(rms(data, axis))
@@ -173,27 +173,27 @@ def rescale(
 
 
 def as_scaled(tree: Any, scale: Any = None, dtype: Any = None, *, stack_axes: int = 0) -> Any:
-    """Replace every floating leaf of a tree by a ScaledArray of the same value.
+    """Replace every floating leaf of a tree by a ScaledArray with the same value.
 
     Scaling:
-        data = x / scale, computed in float32 and cast to ``dtype``; finite values saturate (without
-        ``dtype`` only in 8 bits). By default the scale is the power of two nearest the RMS of the
-        finite entries of each leaf, and 1 for an all-zero leaf, such as a bias that will learn.
+        data = x / scale, computed in float32 and cast to ``dtype``. Finite values saturate; without
+        ``dtype`` only in 8-bit formats. By default the scale is the power of two nearest to the RMS
+        of the finite entries of each leaf; 1 for an all-zero leaf, such as an initial bias.
 
     Args:
-        tree: pytree; integer, boolean and key leaves are kept. ScaledArrays are kept if no scale is
-            given, else moved to it.
-        scale: one scale for all leaves, or None.
+        tree: pytree; integer, boolean and key leaves are kept. ScaledArrays keep their scale if
+            ``scale`` is None.
+        scale: one scale for all leaves, or None to compute one for each.
         dtype: data format; None keeps that of each leaf.
-        stack_axes: number of leading axes that count items, such as the layers of parameters made
-            by `jax.vmap`. Each item has its own scale, of shape ``shape[:stack_axes] + (1, ...,
-            1)``, so that `jax.lax.scan` and `jax.vmap` map over data and scale together.
+        stack_axes: number of leading axes that stack items, such as layers stacked by `jax.vmap`.
+            Each item gets its own scale, of shape ``shape[:stack_axes] + (1, ..., 1)``, so that
+            `jax.lax.scan` and `jax.vmap` map over data and scale together.
 
     Returns:
-        The same tree with `ScaledArray` leaves, each with an array as its scale.
+        The same tree with `ScaledArray` leaves.
 
     Raises:
-        ValueError: if the scale is not positive or does not broadcast, or a leaf has fewer than
+        ValueError: if the scale is not positive or does not broadcast, or if a leaf has fewer than
             ``stack_axes`` axes.
 
     Example:
@@ -213,7 +213,7 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None, *, stack_axes: in
         if not 0 <= stack_axes <= x.ndim:
             raise ValueError(
                 f"unitscale.as_scaled: every leaf must have at least stack_axes={stack_axes} axes; "
-                f"got a leaf of shape {x.shape}. Convert such leaves on their own."
+                f"got a leaf of shape {x.shape}. Convert such leaves separately."
             )
         if is_scaled(x) and given is None:
             x = _stacked(x, stack_axes)
@@ -234,14 +234,14 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None, *, stack_axes: in
 
 
 def _own_scale(x: jax.Array, stack_axes: int) -> jax.Array:
-    """The power of two nearest the RMS of the finite entries of each item of the stack axes."""
+    """Return the power of two nearest to the RMS of the finite entries of each stacked item."""
     size = rms(jnp.where(jnp.isfinite(x), x, 0), tuple(range(stack_axes, x.ndim)))
     scale = lax.stop_gradient(scale_near(size))
     return scale if stack_axes else jnp.reshape(scale, ())
 
 
 def _stacked(x: ScaledArray, stack_axes: int) -> ScaledArray:
-    """Give each item of the stack axes a scale of its own."""
+    """Give each stacked item its own scale."""
     block = x.block_shape
     if stack_axes and block is None:
         scale = jnp.float32(1) if x.scale is None else x.scale
@@ -250,7 +250,7 @@ def _stacked(x: ScaledArray, stack_axes: int) -> ScaledArray:
         return ScaledArray(x.data, jnp.broadcast_to(scale, shape))
     if block is not None and any(size > 1 for size in block[:stack_axes]):
         raise ValueError(
-            f"unitscale.as_scaled: blocks must not reach over stack axes; got blocks of {block}, "
+            f"unitscale.as_scaled: blocks must not span stack axes; got blocks of {block}, "
             f"stack_axes={stack_axes}"
         )
     return x
@@ -261,7 +261,7 @@ def to_array(tree: Any, dtype: Any = None) -> Any:
 
     Args:
         tree: pytree of arrays and ScaledArrays.
-        dtype: type of the values; None gives that of `ScaledArray.value`.
+        dtype: dtype of the values; None keeps that of `ScaledArray.value`.
     """
 
     def convert(x: Any) -> Any:
@@ -273,14 +273,14 @@ def to_array(tree: Any, dtype: Any = None) -> Any:
 
 
 def map_values(f: Callable[..., Any], *trees: Any) -> Any:
-    """Map a function over the leaves of trees, with the value of each ScaledArray as a leaf.
+    """Map a function over the leaves of trees, with ScaledArrays replaced by their values.
 
-    Data and scale of a ScaledArray are two leaves of a tree, so functions that work leaf by leaf
-    (averages, norms and sums in `jax.tree` and optax) are wrong on them. This is the same by value.
+    `jax.tree.map` treats data and scale of a ScaledArray as two leaves. Averages, norms or sums
+    that are computed leaf by leaf are then wrong. Use this function instead.
 
     Args:
-        f: function of one leaf of each tree, with ScaledArrays as float32 values.
-        *trees: of one structure; a ScaledArray may correspond to an array in another tree.
+        f: function of one leaf of each tree; it gets ScaledArrays as float32 values.
+        *trees: trees of the same structure; a ScaledArray may match an array in another tree.
 
     Example:
         >>> a, b = ScaledArray(jnp.ones(2), 1.0), ScaledArray(jnp.ones(2), 8.0)
@@ -297,32 +297,32 @@ def _plain(x: ScaledArray) -> jax.Array:
     if x.scale is None:
         return x.data
     raise ValueError(
-        f"unitscale: a plain array is needed here; got {x!r}. Give its .value, or call the "
-        "function of jax.numpy, unitscale.ops or unitscale.scalify in place of that of jax.lax, or "
-        "the layer of unitscale.nn in place of flax's."
+        f"unitscale: a plain array is needed here; got {x!r}. Pass its .value, or replace the "
+        "function of jax.lax by one of jax.numpy or unitscale.ops, or the flax layer by one of "
+        "unitscale.nn, or use unitscale.scalify."
     )
 
 
 def _plain_loss(x: ScaledArray) -> jax.Array:
-    # The cotangent that JAX starts from is one array, and fits no tree, even of one leaf.
+    # JAX's initial cotangent is a single array, which does not match a pytree, even of one leaf.
     raise ValueError(
-        f"unitscale: a plain array is needed as the loss; got {x!r}. Give its .value, or "
-        "differentiate by unitscale.value_and_grad, models by unitscale.nn.value_and_grad."
+        f"unitscale: a plain array is needed as the loss; got {x!r}. Return its .value, or "
+        "differentiate with unitscale.value_and_grad, models with unitscale.nn.value_and_grad."
     )
 
 
-# jax.numpy and most layers call __jax_array__; jax.lax does not, nor do the derivatives of jax.nn,
-# whose tangents are a tree: without a scale, the data is all of it.
+# jax.numpy and most layers call __jax_array__, but jax.lax and derivatives of jax.nn do not. For
+# these, convert a ScaledArray without a scale to its data, and raise for any other.
 take_as_array(ScaledArray, _plain, _plain_loss)
 
 
 def to_json(aux: Any) -> bytes:
-    """Serialize the static fields of a dataclass."""
+    """Serialize the static fields of a pytree node as JSON."""
     return json.dumps(aux).encode()
 
 
 def from_json(written: bytes) -> Any:
-    """Deserialize static fields: numbers, strings and tuples of them."""
+    """Deserialize what `to_json` wrote; lists become tuples."""
 
     def with_tuples(x: Any) -> Any:
         return tuple(map(with_tuples, x)) if isinstance(x, list) else x

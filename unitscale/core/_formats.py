@@ -1,10 +1,10 @@
 """Floating-point formats, exact powers of two, and casts between formats.
 
-Limits that the library clamps to or rounds with (largest value, smallest normal, epsilon) are read
-from `format_of`, so that no number such as 448 stands anywhere else. Every quantization goes
-through `cast`, because ``astype`` never saturates: float32 above 464 becomes NaN in float8_e4m3fn,
-and float8_e5m2 becomes infinite from 61440. Powers of two are built and read on the bits of
-float32, because XLA may flush subnormal numbers, and log2 and exp2 are not exact on every backend.
+The library reads the limits of formats (largest value, smallest normal, epsilon) from `format_of`
+and nowhere else. Every quantization goes through `cast`, because ``astype`` never saturates:
+numbers above 464 become NaN in float8_e4m3fn, and numbers from 61440 infinite in float8_e5m2.
+Powers of two are computed with integer operations on the bits of float32, because XLA may flush
+subnormal numbers, and log2 and exp2 are not exact on every backend.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ from jax import lax
 from ._compat import custom_vjp
 
 CastRounding = Literal["nearest", "stochastic"]
-"""How `cast` rounds: to the nearest value (ties to even), or up or down at random, unbiased."""
+"""How `cast` rounds: to the nearest value (ties to even), or randomly up or down, unbiased."""
 Rounding = Literal["nearest", "up", "down"]
-"""Which power of two a number rounds to: see `round_to_pow2`."""
+"""How `round_to_pow2` rounds."""
 
 
 def check_choice(owner: str, name: str, value: object, choices: Any) -> None:
-    """Raise a ValueError that suggests the nearest choice, unless a value is one of ``choices``.
+    """Raise a ValueError that suggests the closest choice, unless ``value`` is a valid one.
 
-    ``owner`` is the full name of the function or class; choices are a sequence or a Literal.
+    ``owner`` is the full name of the function or class; ``choices`` is a sequence or a Literal.
     """
     choices = get_args(choices) or choices
     if value in choices:
@@ -50,7 +50,7 @@ def check_choice(owner: str, name: str, value: object, choices: Any) -> None:
 
 _SIMULATED = re.compile(r"E(\d+)M(\d+)")
 
-# Names that users write, beside every name that NumPy or ml_dtypes knows.
+# Short names of formats, in addition to the names that NumPy and ml_dtypes know.
 _ALIASES = {
     "e8m0": "float8_e8m0fnu",
     "e2m3": "float6_e2m3fn",
@@ -67,16 +67,16 @@ class Format:
 
     Attributes:
         name: canonical name, such as ``"float8_e4m3fn"`` or ``"E4M3"`` (simulated).
-        dtype: JAX dtype that stores it; None for a simulated format, whose values are kept in a
-            wider type (the FP6 types too, which XLA has no arrays of).
+        dtype: JAX dtype that stores it; None for simulated formats and FP6, whose values are kept
+            in a wider dtype.
         exponent_bits: width of the exponent field.
-        mantissa_bits: explicit mantissa bits (the rounding error is at most ``2**-(m + 1)``).
+        mantissa_bits: number of explicit mantissa bits m; rounding errors are at most 2**-(m + 1).
         max: largest finite value.
         smallest_normal: smallest positive normal value.
         smallest_subnormal: smallest positive value.
-        has_inf: whether infinity is encoded.
-        has_nan: whether NaN is encoded.
-        signed: whether negative values are encoded.
+        has_inf: whether the format has infinity.
+        has_nan: whether the format has NaN.
+        signed: whether the format has negative values.
 
     Example:
         >>> fmt = format_of("float16")
@@ -97,7 +97,7 @@ class Format:
 
     @property
     def simulated(self) -> bool:
-        """Return whether values of this format are kept in a wider type."""
+        """Return whether values of this format are stored in a wider dtype."""
         return self.dtype is None
 
     @property
@@ -154,15 +154,15 @@ def format_of(dtype: Any) -> Format:
     Args:
         dtype: a Format, a floating dtype, its name, a short name (``"e4m3fn"``, ``"e5m2"``,
             ``"e8m0"``, ``"e2m1"``, ...), or ``"E<e>M<m>"`` in capitals for a simulated IEEE-style
-            format with e exponent and m mantissa bits, whose values live in a wider type.
+            format with e exponent and m mantissa bits, whose values are stored in a wider dtype.
 
     Raises:
-        ValueError: if the name is not that of a floating-point format.
+        ValueError: if the name does not belong to a floating-point format.
 
     Example:
         >>> format_of("e4m3fn").max
         448.0
-        >>> format_of("E4M3").max  # simulated, with an exponent kept for infinity
+        >>> format_of("E4M3").max  # simulated; one exponent is reserved for infinity
         240.0
     """
     if isinstance(dtype, Format):
@@ -187,17 +187,17 @@ def format_of(dtype: Any) -> Format:
 
 
 def is_floating(x: Any) -> bool:
-    """Return whether ``x`` is a floating array, or the type of one."""
+    """Return whether ``x`` has a floating dtype."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def wide_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype that values are computed in: float32, or float64 for float64."""
+    """Return the dtype to compute in: float32, or float64 for float64."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Convert an array to the dtype that it is computed in: float32, or float64 for float64."""
+    """Convert an array to the dtype to compute in: float32, or float64 for float64."""
     return lax.convert_element_type(x, wide_dtype(x.dtype))
 
 
@@ -218,12 +218,12 @@ def _bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def round_to_pow2(x: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
     """Round the magnitude of every element to a power of two, keeping its sign.
 
-    Subnormal numbers round to subnormal powers of two. Zero, infinity and NaN are unchanged. A
-    result above 2**127 saturates there.
+    Subnormal numbers round to subnormal powers of two. Zero, infinity and NaN are unchanged.
+    Results are at most 2**127.
 
     Args:
         x: floating array of any shape.
-        rounding: "nearest" (in value; ties go up), "up" or "down" (in magnitude).
+        rounding: "nearest" (ties go up), "up" or "down" (in magnitude).
 
     Returns:
         float32 array of the same shape.
@@ -234,8 +234,8 @@ def round_to_pow2(x: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
     """
     check_choice("unitscale.core.round_to_pow2", "rounding", rounding, Rounding)
     sign, magnitude = _bits(jnp.asarray(x).astype(jnp.float32))
-    # Below the leading one of a subnormal number, and the implicit one of a normal number, there is
-    # nothing but remainder.
+    # ``unit`` is the leading bit: explicit in a subnormal number, implicit in a normal one. The
+    # bits below it are rounded away.
     leading = 31 - lax.clz(jnp.maximum(magnitude, 1))
     unit = jnp.uint32(1) << jnp.minimum(leading, _MANTISSA_BITS)
     carry = {"nearest": unit >> 1, "up": unit - 1, "down": jnp.uint32(0)}[rounding]
@@ -246,7 +246,7 @@ def round_to_pow2(x: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
 
 @partial(jax.jit, inline=True)
 def exponent_of(x: jax.Array) -> jax.Array:
-    """Return floor(log2(abs(x))) as int32, exactly; -150 for zero, 128 for infinity and NaN."""
+    """Return exact floor(log2(abs(x))) as int32; -150 for zero, 128 for infinity and NaN."""
     _, magnitude = _bits(jnp.asarray(x).astype(jnp.float32))
     exponent = (magnitude >> _MANTISSA_BITS).astype(jnp.int32) - _BIAS
     leading = 31 - lax.clz(magnitude).astype(jnp.int32)
@@ -255,7 +255,7 @@ def exponent_of(x: jax.Array) -> jax.Array:
 
 @partial(jax.jit, inline=True)
 def pow2(exponent: jax.Array) -> jax.Array:
-    """Return 2**exponent as float32, exactly; zero below -149, infinity above 127."""
+    """Return exact 2**exponent as float32; zero below -149, infinity above 127."""
     exponent = jnp.asarray(exponent, jnp.int32)
     normal = jnp.clip(exponent + _BIAS, 1, 255) << _MANTISSA_BITS
     subnormal = jnp.where(exponent < -149, 0, 1 << jnp.clip(exponent + 149, 0, _MANTISSA_BITS))
@@ -265,19 +265,19 @@ def pow2(exponent: jax.Array) -> jax.Array:
 def normal_pow2(exponent: jax.Array) -> jax.Array:
     """Return 2**exponent as float32 for integers from -126 to 127 (unchecked).
 
-    It takes two operations, which XLA repeats where they are needed instead of storing the result.
+    It takes two operations, so XLA recomputes the result where it is needed and does not store it.
     """
     bits = (jnp.asarray(exponent, jnp.int32) + _BIAS) << _MANTISSA_BITS
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def static_pow2(x: float) -> float:
-    """Return the power of two nearest to a positive Python number, in log2."""
+    """Return the power of two whose log2 is nearest to that of a positive Python number."""
     return 2.0 ** round(math.log2(x))
 
 
 def static_pow2_sqrt(n: int) -> float:
-    """Return the power of two nearest to sqrt(n), in log2; 1 for n = 0.
+    """Return the power of two whose log2 is nearest to that of sqrt(n); 1 for n = 0.
 
     It is the static scale of a sum of n independent terms of unit variance (Scalify, Balanca et
     al., 2024, arXiv 2407.17353).
@@ -289,22 +289,22 @@ def static_pow2_sqrt(n: int) -> float:
 
 
 def is_float8(dtype: Any) -> bool:
-    """Return whether `encode_float8` and `decode_float8` know a format."""
+    """Return whether `encode_float8` and `decode_float8` support a format."""
     return dtype is not None and jnp.dtype(dtype).name in ("float8_e4m3fn", "float8_e5m2")
 
 
 def encode_float8(
     x: jax.Array, fmt: Format, elsewhere: Callable[[jax.Array], jax.Array], *, infinity: bool
 ) -> jax.Array:
-    """Round to the nearest FP8 number (ties to even) and saturates; NaN stays NaN.
+    """Round to the nearest FP8 number (ties to even), with saturation; NaN stays NaN.
 
-    XLA's CPU backend converts to FP8 at half the speed of this function, which works on the bits of
-    float32 with the same result (jax 0.10.2); a program that is traced on a CPU takes it.
+    On CPUs this function works on the bits of float32. It gives the same result as XLA's conversion
+    to FP8 at twice the speed (jax 0.10.2).
 
     Args:
         x: floating array, float32 or narrower.
         fmt: a format for which `is_float8` is true.
-        elsewhere: the conversion on other platforms.
+        elsewhere: the conversion to use on other platforms.
         infinity: whether infinity stays infinity in float8_e5m2; otherwise it becomes NaN.
     """
     if jax.default_backend() != "cpu":
@@ -316,7 +316,7 @@ def encode_float8(
     sign, magnitude = _bits(x.astype(jnp.float32))
     finite = lax.min(magnitude, lax.full_like(magnitude, np.float32(fmt.max).view(np.uint32)))
     power = lax.max(finite & _INFINITY, lax.full_like(magnitude, smallest))
-    # The last bit of this sum is worth one step of the format, so its last bits count steps.
+    # The last mantissa bit of this sum is one step of the format, so its mantissa counts steps.
     steps = as_bits(as_float(finite) + as_float(power + (dropped << _MANTISSA_BITS)))
     code = steps + (power >> dropped) - (smallest >> dropped)
     not_finite = lax.full_like(code, 0x7F)  # NaN of both formats
@@ -327,7 +327,7 @@ def encode_float8(
 
 
 def decode_float8(data: jax.Array) -> jax.Array:
-    """Convert FP8 numbers to float32; on a CPU by way of float16, which holds their bits."""
+    """Convert FP8 numbers to float32; on CPUs through float16, which has room for their bits."""
     if jax.default_backend() != "cpu":
         return widen(data)
     code = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.uint16)
@@ -341,18 +341,18 @@ def decode_float8(data: jax.Array) -> jax.Array:
 
 # -- random and dithered rounding --------------------------------------------------------------
 
-# An odd number: 2^32 over the golden ratio. Neighbouring indices then differ in many bits.
+# 2^32 over the golden ratio, an odd number: multiples of neighboring indices differ in many bits.
 _SPREAD = 0x9E3779B9
 
 
 def rounding_noise(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Return 32 random bits for each entry: a hash of its index and of two words of the key.
+    """Return 32 random bits for each entry: a hash of its index and of two words from the key.
 
-    A tuple of two uint32 scalars in place of the key gives the words themselves.
+    ``key`` is a `jax.random` key, or a tuple of two uint32 scalars, which are then the words.
 
-    The bits of `jax.random` cost about a hundred integer operations each, which on a GPU takes
-    longer than the rest of an optimizer step. The hash is `lowbias32`, a bijection, with the second
-    word mixed in between its two rounds. It is good enough for rounding, not for sampling.
+    `jax.random` needs about a hundred integer operations per word, which on a GPU take longer than
+    the rest of an optimizer step. The hash is `lowbias32`, a bijection, with the second word mixed
+    in between its two rounds. It is good enough for rounding, but not for sampling.
 
     References:
         Wellons, "Prospecting for Hash Functions", 2018, nullprogram.com/blog/2018/07/31
@@ -370,26 +370,26 @@ def rounding_noise(key: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _carried(bits: jax.Array, noise: jax.Array, dropped: int) -> jax.Array:
-    """Add noise below the kept bits of numbers, and clears the ``dropped`` last bits."""
+    """Add noise to the last ``dropped`` bits, which may carry into the others; then clear them."""
     size = 8 * bits.dtype.itemsize
     noise = noise.astype(bits.dtype) << (size - 32) if size > 32 else noise
     return ((bits + (noise >> (size - dropped))) >> dropped) << dropped
 
 
 def dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
-    """Round to a number of mantissa bits, up or down such that the mean is kept, without a key.
+    """Round to fewer mantissa bits with pseudo-random noise, which keeps the mean of many numbers.
 
-    Use it where rounding to nearest would bias sums over many numbers. The noise is a multiple of
-    the number's own bits. A later cast to a format with that many mantissa bits changes normal
-    numbers no more.
+    Use it where rounding to nearest would bias sums over many numbers. It needs no key: the noise
+    is a hash of the number's own bits. A later cast to a format with ``mantissa_bits`` does not
+    change numbers in the normal range of that format.
 
     Args:
         x: floating array.
-        mantissa_bits: explicit mantissa bits to keep.
+        mantissa_bits: number of explicit mantissa bits to keep.
 
     Returns:
-        float32 array. Zero, subnormal numbers of float32, magnitudes from 2^127, infinity and NaN
-        are unchanged.
+        float32 array. Zero, subnormal numbers of float32, magnitudes of 2^127 and above, infinity
+        and NaN are unchanged.
 
     Example:
         >>> print(dithered(jnp.array([1.3, 1.31, 1.32, 1.33]), 2))
@@ -398,7 +398,7 @@ def dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
     return _dithered(x.astype(jnp.float32), mantissa_bits)
 
 
-@partial(jax.jit, static_argnums=1)  # analysis recognizes a rounding by this name
+@partial(jax.jit, static_argnums=1)  # `unitscale.analysis` recognizes rounding by this name
 def _dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     rounded = _carried(bits, bits * jnp.uint32(_SPREAD), _MANTISSA_BITS - mantissa_bits)
@@ -425,8 +425,8 @@ def _clamp(x: jax.Array, fmt: Format) -> jax.Array:
 def _saturate(x: jax.Array, fmt: Format, is_infinite: jax.Array) -> jax.Array:
     """Clamp finite values; infinity stays infinity, or becomes NaN in a format without it.
 
-    Where possible the select comes before the clamp, so that a quantization ends in clamp and
-    convert.
+    If possible the select for infinity comes before the clamp, so that a quantization ends in a
+    clamp and a convert.
     """
     if fmt.has_inf:
         clamped = _clamp(x, fmt)
@@ -437,10 +437,10 @@ def _saturate(x: jax.Array, fmt: Format, is_infinite: jax.Array) -> jax.Array:
 
 
 def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Array:
-    """Round to the mantissa bits of ``fmt`` and to its subnormal steps, in the wide dtype.
+    """Round to the mantissa bits and subnormal steps of ``fmt``, in the wide dtype.
 
-    ``noise`` (32 random bits each) makes the rounding stochastic; None rounds to nearest, ties to
-    even. Finite values may leave the range of ``fmt``.
+    ``noise`` (32 random bits per value) makes the rounding stochastic; None rounds to nearest, ties
+    to even. The result may exceed the largest value of ``fmt``.
     """
     x = widen(x)
     info = jnp.finfo(x.dtype)
@@ -458,8 +458,8 @@ def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Ar
         if noise is None:
             steps = jnp.round(steps)
         else:
-            # A comparison: a sum of steps and noise would itself be rounded, and move exact values.
-            # The odd multiples of 2**-24 below 1 are 23 random bits, centred.
+            # Compare instead of adding noise to steps, because the sum would be rounded and change
+            # exact values. ``uniform`` is an odd multiple of 2**-24 below 1, with mean 1/2.
             uniform = ((noise >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
             below = jnp.floor(steps)
             steps = below + (uniform < steps - below).astype(x.dtype)
@@ -470,15 +470,15 @@ def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Ar
 
 
 def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array:
-    """Round to powers of two on integers: float32 holds 2**-127 only as a subnormal number.
+    """Round to powers of two (e8m0) on the bits, because 2**-127 is subnormal in float32.
 
-    Ties go up, as in ml_dtypes. Zero and negative numbers become 2**-127 if they saturate, else
-    NaN; infinity is NaN.
+    Ties go up, as in ml_dtypes. Zero and negative numbers become 2**-127 if ``saturate``, else NaN.
+    Infinity becomes NaN.
     """
     sign, magnitude = _bits(x.astype(jnp.float32))
     half = jnp.uint32(1 << 22)
     code = (magnitude + (half if noise is None else noise >> 9)) >> _MANTISSA_BITS
-    # Codes 0 and 1 are 2**-127 and 2**-126; between them float32 counts in subnormal numbers.
+    # Codes 0 and 1 are 2**-127 and 2**-126; numbers between them are subnormal in float32.
     code = jnp.where(magnitude < (1 << 23), (magnitude >= 3 * (1 << 21)).astype(jnp.uint32), code)
     not_positive = (sign != 0) | (magnitude == 0)
     code = jnp.where(not_positive, 0 if saturate else 255, jnp.minimum(code, 254 + (not saturate)))
@@ -487,7 +487,7 @@ def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array
 
 
 def _within(fmt: Format, dtype: Any) -> Format:
-    """Return ``fmt`` with the largest value that the dtype which keeps its values holds too."""
+    """Return ``fmt``, with its largest value reduced to what ``dtype`` can store."""
     own = format_of(dtype)
     bits = min(fmt.mantissa_bits, own.mantissa_bits) + 1
     fraction, exponent = math.frexp(min(fmt.max, own.max))
@@ -496,10 +496,10 @@ def _within(fmt: Format, dtype: Any) -> Format:
 
 
 def _convert(x: jax.Array, fmt: Format) -> jax.Array:
-    """Clamp, and rounds by XLA's own conversion."""
+    """Clamp, and convert with XLA."""
     if fmt.has_nan and not fmt.has_inf:
-        # Infinity plus 0 times itself is NaN. In the wide dtype, as the operations around it, so
-        # that XLA fuses them and drops the conversions in between.
+        # x + 0 * x turns infinity into NaN. It is computed in the wide dtype, like neighboring
+        # operations, so that XLA fuses them without conversions.
         x = widen(x)
         x = _clamp(x + 0 * x, fmt)
     else:
@@ -512,7 +512,7 @@ def _cast_array(x, key, fmt, stochastic, saturate):
     noise = rounding_noise(key, x.shape) if stochastic else None
     if fmt.dtype == jnp.float8_e8m0fnu:
         return _to_e8m0(x, noise, saturate)
-    # XLA converts float64 to 16 bits by way of float32, which rounds twice.
+    # XLA converts float64 to 16 bits through float32, which rounds twice.
     twice = x.dtype == jnp.float64 and fmt.dtype is not None and fmt.dtype.itemsize == 2
     if not (fmt.simulated or stochastic or twice):
         if not saturate:
@@ -524,7 +524,7 @@ def _cast_array(x, key, fmt, stochastic, saturate):
     if fmt.simulated:
         fmt = _within(fmt, x.dtype)
     if saturate or not fmt.has_nan:
-        # Asked of x: rounding to the grid may have gone beyond float32.
+        # Test x and not y, which rounding may have made infinite.
         y = _saturate(y, fmt, jnp.isinf(x))
     elif fmt.simulated:
         y = jnp.where(jnp.abs(y) > fmt.max, jnp.where(y > 0, jnp.inf, -jnp.inf), y)
@@ -552,18 +552,18 @@ def cast(
     """Cast to a floating-point format, saturating at its largest finite value.
 
     Scaling:
-        The scale of a ScaledArray is kept. The gradient is straight-through: the cotangent is cast
-        to the dtype of ``x``, also where the forward saturated. A result in e8m0 is a constant.
+        A ScaledArray keeps its scale. The gradient is straight-through: the cotangent is cast to
+        the dtype of ``x``, even where values saturate. A result in e8m0 has no gradient.
 
     Args:
-        x: floating array or ScaledArray, any shape.
+        x: floating array or ScaledArray of any shape.
         dtype: a float dtype, a name that `format_of` knows, or a simulated ``"E<e>M<m>"``. Values
             of simulated and FP6 formats stay in the dtype of ``x``.
-        rounding: "nearest" (ties to even) or "stochastic" (unbiased, by 23 random bits).
-        key: `jax.random` key, needed for stochastic rounding.
-        saturate: clamp finite values to the largest one of the format. Infinity stays infinity, or
-            becomes NaN in a format without it (e4m3fn, e8m0); float4_e2m1fn, which has neither,
-            gives its largest value. If False, overflow does what the format does.
+        rounding: "nearest" (ties to even) or "stochastic" (unbiased, with 23 random bits).
+        key: `jax.random` key, required for stochastic rounding.
+        saturate: whether to clamp finite values to the format's largest. Infinity stays infinity,
+            or becomes NaN in a format without it (e4m3fn, e8m0), or the largest value in
+            float4_e2m1fn, which has neither. If False, overflow behaves as in ``astype``.
 
     Raises:
         TypeError: if ``x`` is not floating.
@@ -597,7 +597,7 @@ def cast(
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round to a dtype; finite values saturate in 8-bit types and narrower."""
+    """Round to a dtype; in types of at most 8 bits finite values saturate."""
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
         return x
@@ -605,13 +605,13 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def upcast(x: Any, dtype: Any) -> Any:
-    """Return an array or ScaledArray in a wider dtype; the cotangent saturates in 8 bits."""
+    """Convert an array or ScaledArray to a wider dtype; 8-bit cotangents saturate."""
     return cast(x, dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
 
 
 def materialize(x: jax.Array) -> jax.Array:
-    """Force XLA to round an array to its dtype and to keep it in that dtype.
+    """Force XLA to store an array in its dtype, rounded.
 
-    Otherwise XLA removes a conversion to a narrow format and back, and stores the wide array.
+    Otherwise XLA may remove a conversion to a narrow format and back, and store a wider array.
     """
     return lax.optimization_barrier(x)

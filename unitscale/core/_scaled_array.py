@@ -1,4 +1,4 @@
-"""ScaledArray: low-precision data and the scale that recovers the value."""
+"""ScaledArray: low-precision data with a scale that recovers the value."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple[Any, Any]:
-    """Make an operator and its reflection; ``aligned`` if it brings operands to one scale."""
+    """Return an operator and its reflection; ``aligned`` if it brings operands to one scale."""
 
     def apply(self: Any, other: Any, swap: bool = False) -> Any:
         own = self.pair
@@ -32,7 +32,7 @@ def operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple
 
 
 def comparison(fn: Callable[..., jax.Array]) -> Any:
-    """Make a comparison of values, with a plain array as its result."""
+    """Return a comparison of values, whose result is a plain array."""
 
     def compare(self: Any, other: Any) -> jax.Array:
         pair = arithmetic.operand(other, beside=(own := self.pair)[1])
@@ -42,7 +42,7 @@ def comparison(fn: Callable[..., jax.Array]) -> Any:
 
 
 def reduction(fn: Callable[..., jax.Array]) -> Any:
-    """Make a reduction; its scale is static, and none if the scale varies along the axes."""
+    """Return a reduction method; results have no scale if the scale varies along the axes."""
 
     def reduce(
         self: Any, axis: Any = None, keepdims: bool = False, **options: Any
@@ -59,18 +59,18 @@ def reduction(fn: Callable[..., jax.Array]) -> Any:
         return ScaledArray(reduced.astype(arithmetic.result_dtype(data)), scale)
 
     reduce.__name__ = fn.__name__
-    reduce.__doc__ = f"As `jax.Array.{fn.__name__}`, in float32; with options, that of the value."
+    reduce.__doc__ = f"Like `jax.Array.{fn.__name__}`; with options, the result has no scale."
     return reduce
 
 
 def of_value(name: str) -> Any:
-    """Make a method that calls the method of `jax.Array` of this name on the value."""
+    """Return a method that calls the `jax.Array` method of this name on the value."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(arithmetic.summable(self.value), name)(*args, **kwargs)
 
     method.__name__ = name
-    method.__doc__ = f"As `jax.Array.{name}`, of the value; the result is a plain one."
+    method.__doc__ = f"Call `jax.Array.{name}` on the value; the result has no scale."
     return method
 
 
@@ -79,26 +79,26 @@ class ScaledArray:
     """An array stored as data and a scale: ``value = data * scale``.
 
     It is immutable. Operators (with real arrays and Python numbers on either side), indexing,
-    reshaping and reductions keep the scale; functions of `jax.numpy` take the value.
+    reshaping and reductions return ScaledArrays; functions of `jax.numpy` compute with the value.
 
     Scaling:
-        Operators compute in float32, round once, and choose the scale of the result statically:
-        products multiply scales, sums use sqrt(s1**2 + s2**2), reductions over n terms multiply by
-        sqrt(n), and have no scale if it varies along their axes. A scale outside the normal numbers
-        of float32 is bounded, and the rest multiplies the data. `jax.grad` differentiates by data,
-        with a zero cotangent for the scale; `unitscale.grad` differentiates by the value.
+        Operators compute in float32 and round once. The scale of a result does not depend on data:
+        products multiply scales, sums use sqrt(s1**2 + s2**2), and sums over n terms multiply the
+        scale by about sqrt(n). A result that would leave the normal numbers of float32 as a scale
+        is clamped, and the data takes the rest. `jax.grad` differentiates with respect to the data,
+        with a zero gradient for the scale; `unitscale.grad` with respect to the value.
 
     Args:
         data: array of any floating dtype, kept near RMS 1. 8-bit data gives bfloat16 results.
         scale: None (the data is the value), or a positive number or float array (float32 or
-            float8_e8m0fnu; entries are not checked) that broadcasts against data: per tensor,
-            channel, or item of leading (stack) axes; or one entry per block. Powers of two make
-            rescaling exact.
+            float8_e8m0fnu; entries are not checked). It broadcasts against data: one per tensor,
+            per channel, or per item of leading (stack) axes; or it has one entry per block. With
+            powers of two rescaling is exact.
         block_shape: block sizes, one per dimension of data, for one scale per block (MX style).
 
     Raises:
         TypeError: if data is not floating, or scale is not None, a number or a float array.
-        ValueError: if scale is a number that is not positive, or its shape does not fit.
+        ValueError: if scale is a number that is not positive, or has a shape that does not fit.
 
     Example:
         >>> x = ScaledArray(jnp.array([1.0, -0.5], jnp.float16), 1024.0)
@@ -116,7 +116,7 @@ class ScaledArray:
     """
 
     __slots__ = ("__weakref__", "_block_shape", "_has_scale", "_scale", "data")
-    __array_priority__ = 200.0  # numpy leaves mixed operators to this class
+    __array_priority__ = 200.0  # makes NumPy leave mixed operators to this class
 
     data: jax.Array
     _scale: Scale
@@ -138,7 +138,7 @@ class ScaledArray:
         block_shape = None if block_shape is None else tuple(block_shape)
         arithmetic.check_shapes(data, scale, block_shape)
         if scale is not None and 0 < scale.ndim < data.ndim:
-            # One rank or none: a scale of any other rank was batched by vmap or scan (see `scale`).
+            # A scale is a scalar or has the rank of data. Other ranks come from vmap and scan only.
             scale = scale.reshape((1,) * (data.ndim - scale.ndim) + scale.shape)
         self._set(data=data, _scale=scale, _has_scale=scale is not None, _block_shape=block_shape)
 
@@ -158,14 +158,14 @@ class ScaledArray:
     # -- pytree ------------------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Flatten into data and scale; whether there is a scale is part of the structure."""
+        """Flatten into data and scale; the tree structure says whether there is a scale."""
         key = jax.tree_util.GetAttrKey
         children = ((key("data"), self.data), (key("scale"), self._scale))
         return children[: 1 + self._has_scale], (self._has_scale, self._block_shape)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "ScaledArray":
-        """Rebuild without checks: JAX unflattens placeholders too."""
+        """Rebuild without checks, because JAX also unflattens placeholders."""
         has_scale, block_shape = aux
         data, scale = children if has_scale else (*children, None)
         new = object.__new__(cls)
@@ -180,10 +180,10 @@ class ScaledArray:
 
     @property
     def scale(self) -> Scale:
-        """None or an array: a scalar, one per block, or of the rank of data.
+        """None, or an array: a scalar, one entry per block, or of the same rank as data.
 
         vmap and scan stack items: data (n,) with a scalar scale becomes data (batch, n) with
-        scale (batch,), which is returned as (batch, 1).
+        scale (batch,). This property returns that scale as (batch, 1).
         """
         scale = self._scale
         if scale is None or self._block_shape is not None:
@@ -195,7 +195,7 @@ class ScaledArray:
 
     @property
     def block_shape(self) -> tuple[int, ...] | None:
-        """Block sizes, one per dimension that vmap and scan have left; None without blocks."""
+        """Block sizes, one per dimension, also inside and after vmap and scan; or None."""
         if (block := self._block_shape) is None:
             return None
         missing = getattr(self.data, "ndim", len(block)) - len(block)
@@ -208,7 +208,7 @@ class ScaledArray:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the data (the value is wider; see `value`)."""
+        """Dtype of the data; the value is float32 or wider."""
         return self.data.dtype
 
     @property
@@ -223,31 +223,31 @@ class ScaledArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data and scale together."""
+        """Total bytes of data and scale."""
         parts = [x for x in (self.data, self._scale) if x is not None]
         return sum(x.size * x.dtype.itemsize for x in parts)
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
-        """How the data is laid out over devices; to a tracer ask `jax.typeof` of its data."""
+        """Sharding of the data. Inside `jax.jit`, use `jax.typeof(x.data)` instead."""
         return self.data.sharding
 
     @property
     def _committed(self) -> bool:
-        """Return whether the data is committed to devices, which `jnp.zeros_like` keeps."""
+        """Whether the data is committed to devices; `jnp.zeros_like` reads this."""
         return getattr(self.data, "committed", False)
 
     @property
     def full_scale(self) -> Scale:
-        """The scale in a shape that broadcasts against data: blocks are repeated."""
+        """The scale in a shape that broadcasts against data, with block scales repeated."""
         scale = self.scale
         if scale is None or self.block_shape is None:
             return scale
         scale = to_float(scale)
         for axis, size in enumerate(self.block_shape):
             if size > 1:
-                # With total_repeat_length the broadcast would be a gather. JAX asks for a sharding
-                # on explicit mesh axes.
+                # With total_repeat_length JAX would use a gather. On explicit mesh axes it requires
+                # a sharding.
                 own = jax.typeof(scale).sharding
                 scale = jnp.repeat(scale, size, axis, out_sharding=own if any(own.spec) else None)
                 scale = lax.slice_in_dim(scale, 0, self.shape[axis], axis=axis)
@@ -260,7 +260,7 @@ class ScaledArray:
 
     @property
     def pair(self) -> arithmetic.Pair:
-        """``(data, scale)`` with the scale broadcastable against data."""
+        """``(data, scale)``, where the scale broadcasts against data."""
         return self.data, self.full_scale
 
     def __repr__(self) -> str:
@@ -279,20 +279,20 @@ class ScaledArray:
         return f"ScaledArray({kind}[{shape}], scale={text}{block})"
 
     def map_data(self, fn: Callable[[jax.Array], Any]) -> "ScaledArray":
-        """Return ``fn(data)`` with the same scale; fn must keep the shape."""
+        """Return a ScaledArray of ``fn(data)`` with the same scale; fn must keep the shape."""
         return ScaledArray(fn(self.data), self.scale, block_shape=self.block_shape)
 
     def astype(self, dtype: Any) -> Any:
-        """Cast as `jax.Array.astype` does, without saturation (see `unitscale.cast`).
+        """Cast like `jax.Array.astype`, without saturation (`unitscale.cast` saturates).
 
-        A floating dtype is that of the result's data. Other dtypes give a plain array of values.
+        A floating dtype converts the data. Other dtypes return the value as a plain array.
         """
         if jnp.issubdtype(dtype, jnp.floating):
             return self.map_data(lambda data: data.astype(dtype))
         return widen(self.value).astype(dtype)
 
     @property
-    def __jax_array__(self) -> Callable[[], jax.Array] | None:  # None: x.__radd__(array) answers
+    def __jax_array__(self) -> Callable[[], jax.Array] | None:  # None makes Python use __radd__
         return None if hasattr(self, mirror_asked_for()) else lambda: self.value
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
@@ -336,10 +336,10 @@ class ScaledArray:
 
     __hash__ = None  # type: ignore[assignment]  # unhashable, as jax.Array is
 
-    # -- elements and axes: the scale moves along with the data ------------------------------
+    # -- elements and axes -------------------------------------------------------------------
 
     def _rearrange(self, fn: Callable[..., Any]) -> "ScaledArray":
-        """Apply a rearrangement of elements to data, and to a scale that is not a scalar."""
+        """Apply a rearrangement of elements to the data, and to the scale unless it is a scalar."""
         data, scale = self.pair
         if scale is None or scale.size == 1:
             return ScaledArray(fn(data), arithmetic.scalar_scale(self.scale))
@@ -358,7 +358,7 @@ class ScaledArray:
 
     @property
     def at(self) -> Any:
-        """As `jax.Array.at`, of the value: ``x.at[i].set(v)`` is a plain array."""
+        """`jax.Array.at` of the value: ``x.at[i].set(v)`` returns a plain array."""
         return self.value.at
 
     def reshape(self, *shape: Any) -> "ScaledArray":
@@ -370,10 +370,10 @@ class ScaledArray:
         return self._rearrange(lambda x: x.squeeze(axis))
 
     def transpose(self, *axes: Any) -> "ScaledArray":
-        """Permute the axes of data and scale; a scale per channel or block stays one."""
+        """Permute the axes of data and scale, keeping one scale per channel or block."""
         block = self.block_shape
         if block is not None:
-            block = np.broadcast_to(0, block).transpose(*axes).shape  # of one number, repeated
+            block = np.broadcast_to(0, block).transpose(*axes).shape  # permutes the block sizes
         elif self.scale is None or self.scale.ndim == 0:
             return self._rearrange(lambda x: x.transpose(*axes))
         scale = jnp.asarray(self.scale)
@@ -403,23 +403,23 @@ class ScaledArray:
     var = of_value("var")
 
     def block_until_ready(self) -> "ScaledArray":
-        """Wait until data and scale are computed, and returns this array."""
+        """Wait until data and scale are computed, and return this array."""
         return jax.block_until_ready(self)
 
 
 def is_scaled(x: Any) -> "TypeIs[ScaledArray]":
-    """Return whether ``x`` is a ScaledArray: the ``is_leaf`` of `jax.tree.map`."""
+    """Return whether ``x`` is a ScaledArray; pass it as ``is_leaf`` to `jax.tree.map`."""
     return isinstance(x, ScaledArray)
 
 
 def value_of(x: Any) -> Any:
-    """Return the value of a ScaledArray in float32 or wider; anything else as it is."""
+    """Return the value of a ScaledArray in float32 or wider; anything else unchanged."""
     return widen(x.value) if is_scaled(x) else x
 
 
 def loss_value(out: Any, has_aux: bool) -> Any:
-    """Replace a loss that is a ScaledArray by its value, for JAX to differentiate."""
+    """Replace a loss that is a ScaledArray by its value, so that JAX can differentiate it."""
     if not has_aux:
         return value_of(out)
-    value, *aux = out  # another length is an error that JAX reports
+    value, *aux = out  # JAX reports outputs that are not a pair
     return value_of(value), *aux

@@ -1,4 +1,4 @@
-"""Global batch sizes and sharding constraints, by the names of mesh axes."""
+"""Global batch sizes and sharding constraints, for named mesh axes."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ._compat import varying
 from ._scaled_array import is_scaled
 
-# A part of the keys of JAX's caches, so that what was traced inside is not used outside.
+# These contexts are part of JAX's cache keys: what is traced inside is not reused outside.
 _AXES: Any = jax.make_user_context(None)
 _ITEMS: Any = jax.make_user_context(None)
 
@@ -23,22 +23,22 @@ def batch_over(axis_name: str | Sequence[str | int]) -> Iterator[None]:
     """Name the mapped axes that divide the batch, while a function is traced.
 
     Scaling:
-        Factors that contain a batch size (gradients of parameters, and losses that keep the 1/N of
-        a mean out of the backward pass) mean the global batch, so that the mean of such gradients
-        over devices is the gradient on one device. Under `jax.jit` ops see the whole batch. Inside
-        `jax.shard_map` they see a part, and multiply by the sizes of the axes that activations
-        vary over, by JAX's types. This context restricts these to the axes named here. Use it where
-        activations vary over an axis that does not divide the batch (experts, parts of a tensor),
-        and under ``check_vma=False``, which has no such types: there all axes named here count.
-        `jax.vmap` without ``axis_name`` hides its axis: each example counts as a batch of its own.
+        Some factors contain a batch size: those of parameter gradients, and of losses that omit
+        the 1/N of a mean in the backward pass. They use the global batch size, so that the mean of
+        gradients over devices equals the gradient on one device. Under `jax.jit` ops see the whole
+        batch. Inside `jax.shard_map` they see a part, and multiply its size by the sizes of the
+        axes that activations vary over, as JAX tracks them. This context counts only the axes named
+        here. Use it if activations vary over an axis that does not divide the batch (experts, parts
+        of a tensor), and with ``check_vma=False``, where JAX tracks nothing and all named axes
+        count. Without its own ``axis_name``, `jax.vmap` makes each example a batch of its own.
 
-        A loss without its 1/N has n times the gradient of its part, because the mean over n parts
-        divides by n. In narrow formats differentiate `jax.lax.pmean` of the loss, so that
-        cotangents stay near unit RMS.
+        A mean loss over one of n parts has its gradient multiplied by n, because the mean over the
+        parts divides by n. In narrow formats differentiate `jax.lax.pmean` of the loss, so that
+        cotangents stay near RMS 1.
 
     Args:
-        axis_name: names of axes of `jax.shard_map` or `jax.vmap`; () for none. A name that is not
-            mapped around an op divides nothing. An integer is a number of micro-batches.
+        axis_name: names of axes of `jax.shard_map` or `jax.vmap`; () for none. Names that are not
+            mapped around an op are ignored. An integer is a number of micro-batches.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,19 +62,19 @@ def batch_over(axis_name: str | Sequence[str | int]) -> Iterator[None]:
 
 @contextmanager
 def batch_size(items: int) -> Iterator[None]:
-    """Set the batch size that factors assume, while a function is traced.
+    """Set the batch size that factors use, while a function is traced.
 
     Scaling:
-        The gradient of a weight is scaled by (number of items)^-1/2; a mean loss keeps its 1/N out
-        of the backward pass. If a loss applies the same weights to inputs of several sizes (queries
-        and documents, several resolutions), each use would have another constant, and the gradient
-        another direction. Within this context all uses have the same constant.
+        Gradients of weights are scaled by (number of items)^-1/2, and mean losses omit 1/N in the
+        backward pass. If a loss applies the same weights to inputs of several sizes (queries and
+        documents, several resolutions), each use gets a different constant, which changes the
+        direction of the gradient. Inside this context all uses get the same constant.
 
     Args:
-        items: tokens, rows or positions on all devices together; best near the largest of them.
+        items: number of tokens, rows or positions on all devices; choose about the largest size.
 
     Raises:
-        ValueError: if it is not a positive integer.
+        ValueError: if ``items`` is not a positive integer.
 
     Example:
         >>> import jax.numpy as jnp
@@ -88,8 +88,8 @@ def batch_size(items: int) -> Iterator[None]:
         [4.5 4.5 4.5]
 
     References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.2 (constraints where
-        an edge is not cut), appendix on scaled ops (the batch size in gradients of weights).
+        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.2 (constraints on
+        edges that are not cut), appendix on scaled ops (batch size in gradients of weights).
     """
     if isinstance(items, bool) or not isinstance(items, int) or items < 1:
         raise ValueError(f"unitscale.batch_size: items must be a positive integer; got {items!r}")
@@ -98,17 +98,17 @@ def batch_size(items: int) -> Iterator[None]:
 
 
 def global_batch_size(items: int, *activations: jax.Array) -> int:
-    """Return the batch size of an op, counted over all devices, or what `batch_size` set."""
+    """Return the batch size of an op over all devices, or the one that `batch_size` set."""
     return max(items, 1) * num_batch_shards(*activations) if _ITEMS.value is None else _ITEMS.value
 
 
 def batch_size_override() -> int | None:
-    """Return what `batch_size` set, or None."""
+    """Return the batch size that `batch_size` set, or None."""
     return _ITEMS.value
 
 
 def num_batch_shards(*activations: jax.Array) -> int:
-    """Return the number of parts of the batch that activations are one part of, while tracing."""
+    """Return how many parts the global batch has, if activations hold one of them."""
     varied = frozenset().union(*map(varying, activations))
     named = _AXES.value
     if named is None:
@@ -119,7 +119,7 @@ def num_batch_shards(*activations: jax.Array) -> int:
 
 
 def _is_untracked(axis: str) -> bool:
-    """Return whether an axis is mapped and JAX does not track what varies over it."""
+    """Return whether an axis is mapped, but JAX does not track which arrays vary over it."""
     try:
         return axis not in varying(lax.axis_index(axis))
     except NameError:
@@ -135,17 +135,17 @@ TENSOR_AXES = ("tensor",)
 
 
 def batch_axes(mesh: Any) -> tuple[str, ...]:
-    """Return the axes of a mesh that divide the batch: those of `BATCH_AXES` that it has.
+    """Return the axes in `BATCH_AXES` that a mesh has, in that order.
 
     The order matters: on a mesh of data 2, fsdp 2, tensor 2, with the batch over ``("data",
     "fsdp")`` and matrices over ``("fsdp", "tensor")``, XLA's partitioner computes wrong gradients
-    of two matmuls in a row (on CPUs, jax 0.10.2 and 0.12.0.1).
+    for two matmuls in a row (on CPUs, jax 0.10.2 and 0.12.0.1).
     """
     return tuple(name for name in BATCH_AXES if name in mesh.shape)
 
 
 def axes_size(names: Sequence[str]) -> int:
-    """Return the product of the sizes of axes of type `Auto` in the mesh of `jax.set_mesh`."""
+    """Return the number of devices along these axes of type `Auto`, in `jax.set_mesh`'s mesh."""
     sizes = _auto_axes()
     return math.prod(sizes.get(name, 1) for name in names)
 
@@ -153,22 +153,22 @@ def axes_size(names: Sequence[str]) -> int:
 def dividing_axes(
     names: Sequence[str], sizes: Mapping[str, int], *dimensions: int
 ) -> tuple[str, ...]:
-    """Return the axes of these names, if their product divides all dimensions; else ()."""
+    """Return the axes of ``names`` in ``sizes``, or () if they do not divide all dimensions."""
     own = tuple(name for name in names if name in sizes)
     size = math.prod(sizes[name] for name in own)
     return own if all(dimension % size == 0 for dimension in dimensions) else ()
 
 
 def constrain_sharding(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.Array:
-    """Constrain the sharding of an array and of its cotangent by the names of mesh axes.
+    """Constrain the sharding of an array and of its cotangent over named mesh axes.
 
-    Without it XLA's partitioner may move activations to the weights instead of gathering weights.
+    Without constraints XLA's partitioner may move activations instead of gathering weights.
 
     Args:
         x: a traced array; concrete arrays are returned unchanged.
-        dimensions: for each of the first dimensions, the names of the axes of type `Auto` that
-            divide it; () for a replicated dimension. None, axes that the mesh lacks and a dimension
-            that they do not divide are left to the compiler, as are the other dimensions.
+        dimensions: for each leading dimension of x, the names of axes of type `Auto` that shard it;
+            () to replicate it, None to let the compiler choose. The compiler also chooses for other
+            dimensions, for axes that the mesh lacks, and if axes do not divide a dimension evenly.
     """
     if not isinstance(x, Tracer):
         return x
@@ -184,9 +184,9 @@ def constrain_sharding(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.A
 
 
 def reshard(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax.Array:
-    """Reshard to the ``out_sharding`` of a call; None leaves the array as it is.
+    """Reshard an array to a call's ``out_sharding``; None leaves it unchanged.
 
-    On explicit axes the cotangent is resharded back; on other axes it is a sharding constraint.
+    On explicit mesh axes it reshards; on other axes it adds a sharding constraint.
     """
     if sharding is None:
         return x
@@ -199,7 +199,7 @@ def reshard(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax
 def shard_activations(x: Any) -> Any:
     """Shard a residual stream (batch, time, ...) along the batch and context axes.
 
-    Then weights are gathered, in the format that they are multiplied in, rather than activations.
+    XLA then gathers weights, in the format of their matmul, and not activations.
     """
     if is_scaled(x):
         return x.map_data(shard_activations)
