@@ -1,4 +1,4 @@
-"""Factors of dot-product attention, and what the layers below it do to its inputs."""
+"""Factors of dot-product attention, and of its inputs' correlation after the layers below it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._residual import residual
 from ._softmax import causal_softmax_moments, moments_by_size, softmax_moments
 
 NormPlacement = Literal["pre", "post", "none"]
-"""Where an `AttentionContext`'s branches have their norm: before, after the sum, or nowhere."""
+"""Position of the norm in the branches of an `AttentionContext`: before, after the sum, or none."""
 
 _SINGLE_POSITIONS, _GROUPS = 64, 96
 
@@ -27,8 +27,8 @@ def logit_factor(head_dim: int, mult: float = 1.0) -> float:
     """Return the factor on `q . k`: `mult / head_dim`.
 
     Scaling:
-        `1 / d` instead of `d^-1/2` keeps logits bounded when q and k correlate in training. For
-        independent unit q and k the logits have standard deviation `mult * d^-1/2`.
+        `1 / d` instead of `d^-1/2` keeps logits bounded when q and k become correlated in training.
+        For independent unit q and k the logits have standard deviation `mult * d^-1/2`.
 
     References:
         u-muP, arXiv 2407.17465, attention logits.
@@ -50,17 +50,17 @@ def dot_product_attention(
     """Return the factors of `dropout(softmax(mult / d * q @ k.T)) @ v`, `bwd = (q, k, v)`.
 
     Scaling:
-        For unit q, k and v the logits are normal with standard deviation `mult * d^-1/2`, and the
-        output's mean square is `E[sum p^2]` over the keys a query sees: `key_length` of them, or,
-        when causal, the average over 1, 2, ..., key_length. Forward is its inverse root, times `(1
-        - dropout_rate)^1/2`. Before the constraint v has the forward factor, and q and k `1 / RMS`
-        of the softmax's gradient times the logits' standard deviation. Assumes as many queries as
-        keys, and no mask except the causal one. `mean_square` replaces `E[sum p^2]` where values at
-        different positions are not independent: see `AttentionContext`.
+        For unit q, k and v the logits are normal with standard deviation `mult * d^-1/2`. The mean
+        square of the output is then `E[sum p^2]` over the softmax weights p of a query's keys, of
+        which there are `key_length`, or with a causal mask 1, 2, ..., key_length (averaged). The
+        forward factor is its inverse root, times `(1 - dropout_rate)^1/2`. Before the constraint, v
+        has the forward factor, and q and k have 1 over the RMS of the softmax's gradient times the
+        logits' standard deviation. Assumes as many queries as keys, and no mask except the causal
+        one. `mean_square` replaces `E[sum p^2]` if values are correlated: see `AttentionContext`.
 
     References:
-        u-muP, arXiv 2407.17465, unit-scaled dot-product attention, whose empirical fit in
-        log(sequence length) is replaced here by the exact expectation.
+        u-muP, arXiv 2407.17465, unit-scaled dot-product attention, with the exact expectation in
+        place of its empirical fit in log(sequence length).
     """
     check_sizes("dot_product_attention", head_dim=head_dim, key_length=key_length)
     spread = positive_number("dot_product_attention", "mult", mult) / math.sqrt(head_dim)
@@ -79,24 +79,24 @@ def dot_product_attention(
 class AttentionContext:
     """The residual branches below an attention layer: attention, MLP, attention, MLP, ...
 
-    Above the first layer, tokens share a component that averaging does not shrink, and the factor
-    of `dot_product_attention` for independent values would be several times too large.
+    Above the first layer, values at different positions are correlated, and averaging does not make
+    their common part smaller. Factors for independent values would be several times too large.
 
     Scaling:
-        Let `S` be the covariance of the residual stream at two positions, at first the identity,
-        and `R` the same after a norm. Each branch adds a covariance `B`, `S <- (tau^2 B + S) / (1 +
-        tau^2)`. For attention, `B = A R A^T` over its mean diagonal, with `A` the averaging weights
-        (on the diagonal their mean square is exact). For the MLP, `B = E[f(x) f(y)]` for normal x
-        and y with correlation `R`. The mean square of attention's output is the mean diagonal of `A
-        R A^T`.
+        Let `S` be the covariance matrix of the residual stream between positions, initially the
+        identity, and `R` the same after a norm. Each branch of covariance `B` gives `S <- (tau^2 B
+        + S) / (1 + tau^2)`. For attention, `B` is `A R A^T` divided by the mean of its diagonal,
+        where `A` are the attention weights (on the diagonal, with their exact mean square). For the
+        MLP, `B = E[f(x) f(y)]` for normal x and y with correlation `R`. The mean square of
+        attention's output is the mean of the diagonal of `A R A^T`.
 
     Args:
         taus_below: Residual weights of the branches below, alternately attention and MLP; an even
             number. Empty for the first layer.
-        activation: The MLPs' function from a scalar to a scalar, such as `jax.nn.gelu`.
+        activation: Activation of the MLPs, a scalar function such as `jax.nn.gelu`.
         gated: Whether the activation gates a second projection.
         mlp_mult: Multiplier of the activation's argument.
-        norm_placement: "pre", "post" or "none", for which the result is only an estimate.
+        norm_placement: "pre", "post" or "none". With "none" the result is only an estimate.
 
     Example:
         >>> for layer in range(3):
@@ -107,7 +107,7 @@ class AttentionContext:
         0.37
 
     References:
-        Mehler's formula for the MLP, and u-muP, arXiv 2407.17465, for attention and residuals.
+        Mehler's formula (MLP); u-muP, arXiv 2407.17465 (attention and residual connections).
     """
 
     taus_below: tuple[float, ...] = ()
@@ -134,9 +134,9 @@ class AttentionContext:
     def mean_square(
         self, head_dim: int, key_length: int, *, is_causal: bool, mult: float = 1.0
     ) -> float:
-        """Return the `mean_square` for `dot_product_attention`, with the same arguments.
+        """Return the argument `mean_square` of `dot_product_attention`, from its other arguments.
 
-        The attention layers below are assumed to be like this one.
+        Assumes that the attention layers below are like this one.
         """
         name = "AttentionContext.mean_square"
         check_sizes(name, head_dim=head_dim, key_length=key_length)
@@ -146,14 +146,14 @@ class AttentionContext:
 
 
 class _Covariance(NamedTuple):
-    """Covariance of positions, in groups: `pair` of two different ones, `variance` of each."""
+    """Covariance between positions, by group: `pair` of two positions, `variance` of one."""
 
     pair: np.ndarray
     variance: np.ndarray
 
 
 class _Attention(NamedTuple):
-    """Map from the covariance of values at all positions to that of their attention averages."""
+    """Maps the covariance of values at all positions to that of attention's outputs."""
 
     length: int
     is_causal: bool
@@ -161,8 +161,8 @@ class _Attention(NamedTuple):
 
     @property
     def sizes(self) -> np.ndarray:
-        """Number of positions in each group of neighbours: 1 at first, then growing."""
-        if not self.is_causal:  # all positions are alike
+        """Number of positions in each group of neighbors: 1 at first, then growing."""
+        if not self.is_causal:  # all positions have the same statistics
             return np.array([float(self.length)])
         first = np.arange(min(self.length, _SINGLE_POSITIONS) + 1)
         later = np.round(np.geomspace(first[-1], self.length, _GROUPS)).astype(int)
@@ -174,15 +174,15 @@ class _Attention(NamedTuple):
         pair = self._sum_seen(self._sum_seen(values.pair).T) / np.outer(count, count)
         seen = self._sum_seen(own)
         variance = np.diag(pair) + square * seen / count
-        # Two queries share the positions that both see: all those of the earlier one.
+        # The positions that two queries both attend to are those of the earlier query.
         return _Covariance(pair + seen[earlier] / np.outer(count, count), variance)
 
     def _sum_seen(self, x: np.ndarray) -> np.ndarray:
-        """Sum x over the positions that a query of each group sees."""
+        """Sum x over the positions that a query of each group attends to."""
         size = self.sizes.reshape(-1, *(1,) * (x.ndim - 1))
         if not self.is_causal:
             return np.broadcast_to((size * x).sum(0), x.shape)
-        # A position sees itself and, on average, half of the others in its group.
+        # A position attends to itself and, on average, half of the others in its group.
         return np.cumsum(size * x, 0) - (size - 1) / 2 * x
 
     def mean(self, x: np.ndarray) -> float:
@@ -192,7 +192,7 @@ class _Attention(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _keys(attention: _Attention) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the number of keys per query, their weights' mean square, and the earlier of two."""
+    """Return keys per query, mean square of the weights, and the earlier of each two groups."""
     groups = np.arange(attention.sizes.size)
     count = attention._sum_seen(np.ones(groups.size))
     square, _ = moments_by_size(count, attention.spread)
@@ -208,7 +208,7 @@ def _stream(context: AttentionContext, attention: _Attention) -> _Covariance:
     *below, attention_tau, mlp_tau = context.taus_below
     stream = _stream(dataclasses.replace(context, taus_below=tuple(below)), attention)
     attended = attention(_normalize(stream) if context.norm_placement == "pre" else stream)
-    # The layer's own factor makes it unit on average.
+    # The layer's factor makes its output unit on average.
     unit = attention.mean(attended.variance)
     attended = _Covariance(attended.pair / unit, attended.variance / unit)
     stream = _add_branch(context, stream, attended, attention_tau)

@@ -1,4 +1,4 @@
-"""Factors of element-wise functions and of pooling, by quadrature over unit normal values."""
+"""Factors of element-wise functions and pooling, by numerical integration over normal inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._linear import Constraint, Factors, constrain, per_dimension, positive_num
 _LIMIT = 12.0
 _HERMITE_TERMS = 24
 _Statistics = tuple[float, float, float]
-# Weak, because a function may hold a whole model.
+# Weak keys, because a function may refer to a whole model.
 _cache: WeakKeyDictionary[Callable[..., Any], dict[float, _Statistics]] = WeakKeyDictionary()
 
 
@@ -29,13 +29,13 @@ def elementwise(
 
     Scaling:
         Forward `1 / std(f(mult * x))`; before the constraint, backward `1 / RMS(d/dx f(mult * x))`,
-        both under `x ~ N(0, 1)`, by quadrature that is exact for a kink at 0, as of relu. The mean
-        of `f` is not removed. If the derivative is zero almost everywhere (sign, round), backward
-        uses the forward factor.
+        both for `x ~ N(0, 1)`, by numerical integration that handles a kink at 0, such as that of
+        relu. The mean of `f` is not removed. If the derivative is zero almost everywhere (sign,
+        round), backward uses the forward factor.
 
     Raises:
         TypeError: If `f` does not map a scalar to a real scalar.
-        ValueError: If `f` is constant, not finite, or grows too fast to be integrated.
+        ValueError: If `f` is constant, not finite, or grows too fast to integrate.
 
     Example:
         >>> factors = elementwise(jax.nn.relu, constraint=None)
@@ -62,8 +62,8 @@ def glu(
 
     Scaling:
         Forward and x gradient `1 / RMS(f(mult * gate))`; gate gradient `1 / RMS(d/dgate f(mult *
-        gate))`, under `gate ~ N(0, 1)`, then constrained as two operands, x left and gate right.
-        Assumes independent unit x and gate of zero mean.
+        gate))`, for `gate ~ N(0, 1)`, then constrained (x is the left operand, gate the right).
+        Assumes independent unit x and gate with zero mean.
 
     References:
         u-muP, arXiv 2407.17465, unit-scaled gated SiLU.
@@ -79,11 +79,11 @@ def glu(
 
 
 def dropout(rate: float) -> Factors:
-    """Return the factors of dropout, on top of the usual inverse scaling, with `bwd = (x,)`.
+    """Return the factors of dropout, `x * mask / (1 - rate)`, with `bwd = (x,)`.
 
     Scaling:
-        Inverse-scaled dropout, `x * mask / (1 - rate)`, has mean square `1 / (1 - rate)` for unit
-        `x`, so both factors are `(1 - rate)^1/2`: the op is `x * mask * (1 - rate)^-1/2`.
+        `x * mask / (1 - rate)` has mean square `1 / (1 - rate)` for unit `x`, so both factors are
+        `(1 - rate)^1/2`. The op computes `x * mask * (1 - rate)^-1/2`.
 
     References:
         Unit Scaling, arXiv 2303.11257, the unit-variance rule.
@@ -104,10 +104,10 @@ def avg_pool(
     """Return the factors of the mean over windows, with `bwd = (x,)`.
 
     Scaling:
-        Forward `n^1/2` with `n = prod(window_shape)`, as the mean of n independent unit values has
-        RMS `n^-1/2`. An entry lies in `n / prod(strides)` windows on average and gets `1 / n` of
-        the cotangent of each: before the constraint its gradient has `(n * prod(strides))^1/2`.
-        Assumes interior windows, without padding.
+        Forward `n^1/2` with `n = prod(window_shape)`, because the mean of n independent unit values
+        has RMS `n^-1/2`. An entry lies in `n / prod(strides)` windows on average and gets `1 / n`
+        of the cotangent of each. Before the constraint its gradient therefore has the factor `(n *
+        prod(strides))^1/2`. Assumes interior windows, without padding.
 
     References:
         Unit Scaling, arXiv 2303.11257, the unit-variance rule.
@@ -127,9 +127,9 @@ def max_pool(
 
     Scaling:
         Forward `1 / std` of the largest of `n = prod(window_shape)` independent unit normal values,
-        whose density is `n phi(x) Phi(x)^(n-1)`; its mean is not removed. The cotangent of every
-        window goes to one entry, so before the constraint the input gradient has
-        `prod(strides)^1/2`. Assumes interior windows.
+        whose density is `n phi(x) Phi(x)^(n-1)`. Its mean is not removed. The cotangent of every
+        window goes to one entry, so before the constraint the input gradient has the factor
+        `prod(strides)^1/2`. Assumes interior windows, without padding.
 
     References:
         Unit Scaling, arXiv 2303.11257, factors of activations; David, Nagaraja, "Order
@@ -151,7 +151,7 @@ def _std_of_maximum(n: int) -> float:
     """Return the standard deviation of the maximum of n independent unit normal values."""
     nodes, weights = quadrature()
     above = np.array([math.erfc(x / math.sqrt(2)) / 2 for x in nodes])
-    # P(all others are below), in logarithms: above is tiny where the maximum of many values lies.
+    # P(all others are below), in logarithms because `above` is tiny near the maximum of many.
     with np.errstate(divide="ignore"):
         density = n * weights * np.exp((n - 1) * np.log1p(-above)) if n > 1 else weights
     mean = density @ nodes
@@ -162,8 +162,8 @@ def _std_of_maximum(n: int) -> float:
 def correlation_kernel(f: Callable[..., Any], mult: float = 1.0) -> np.ndarray:
     """Return coefficients c of `E[f(mult * x) f(mult * y)] / Var f = sum c_k rho^k`.
 
-    Here x and y are unit normal with correlation rho, and c_k = a_k^2 for `f(x) = sum a_k He_k(x) /
-    sqrt(k!)` (Mehler's formula). The last of powers 0 to 24 also holds all further terms.
+    Here x and y are unit normal with correlation rho, and c_k is proportional to a_k^2 for `f(x) =
+    sum a_k He_k(x) / sqrt(k!)` (Mehler's formula). The last term, c_24, includes all later ones.
     """
     nodes, weights = quadrature()
     with compile_time():
@@ -181,22 +181,22 @@ def correlation_kernel(f: Callable[..., Any], mult: float = 1.0) -> np.ndarray:
 
 @functools.cache
 def quadrature() -> tuple[np.ndarray, np.ndarray]:
-    """Return nodes and normal weights: uniform panels, refined geometrically towards 0."""
+    """Return nodes and weights to integrate over N(0, 1); nodes are denser near 0."""
     uniform = np.arange(1, 32 * int(_LIMIT) + 1) / 32
     graded = 2.0 ** -np.arange(6, 25)
     positive = np.unique(np.concatenate([graded, uniform]))
     edges = np.concatenate([-positive[::-1], [0.0], positive])
     points, masses = np.polynomial.legendre.leggauss(8)
-    centre, half = (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
-    nodes = (centre[:, None] + half[:, None] * points).ravel()
+    center, half = (edges[1:] + edges[:-1]) / 2, (edges[1:] - edges[:-1]) / 2
+    nodes = (center[:, None] + half[:, None] * points).ravel()
     weights = (half[:, None] * masses).ravel() * np.exp(-(nodes**2) / 2)
     return nodes, weights / weights.sum()
 
 
 @contextmanager
 def compile_time() -> Iterator[None]:
-    """Evaluate JAX operations on concrete arrays now, even while another function is traced."""
-    # Under `jax.shard_map` over some mesh axes, new arrays would get a sharding of shards alone.
+    """Evaluate JAX operations on concrete arrays now, even while JAX traces another function."""
+    # Inside `jax.shard_map` over some of the mesh axes, new arrays would be sharded as parts.
     no_mesh = AbstractMesh((), ())
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(no_mesh):
         yield
@@ -222,7 +222,7 @@ def _integrate(f: Callable[..., Any], mult: float) -> _Statistics:
     if y.shape != x.shape or not np.issubdtype(y.dtype, np.floating):
         raise TypeError(
             f"unitscale.rules.elementwise: {_name(f)} must map a real scalar to a real scalar; "
-            f"mapped over {x.shape} float32 it gave {y.shape} {y.dtype}."
+            f"vmapped over {x.shape} float32 it returned {y.shape} {y.dtype}."
         )
     y, dy = y.astype(np.float64), mult * dy.astype(np.float64)
     if not (np.isfinite(y).all() and np.isfinite(dy).all()):
@@ -240,7 +240,7 @@ def _integrate(f: Callable[..., Any], mult: float) -> _Statistics:
         if weights[edge] @ squares[edge] > 1e-4 * (weights @ squares):
             raise ValueError(
                 f"unitscale.rules.elementwise: {_name(f)} grows too fast (mult={mult}): rare "
-                "values make up its variance. Lower mult or bound the function."
+                "inputs dominate its variance. Lower mult or bound the function."
             )
     noise = 8 * float(np.finfo(np.float32).eps) * rms
     return (std if std > noise else 0.0), rms, slope_rms

@@ -1,8 +1,8 @@
 """Factors and their constraints; the rules of linear ops; checks of arguments.
 
-A sum of `k` products of independent unit values has RMS `k^1/2`, so each of the three matmuls of a
-linear op (output, input gradient, weight gradient) is multiplied by the inverse root of the number
-of terms in its sums.
+A sum of `k` products of independent unit values has RMS `k^1/2`. Each of the three matmuls of a
+linear op (output, input gradient, weight gradient) is therefore multiplied by `k^-1/2`, where `k`
+is the number of terms in its sums.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ Constraint: TypeAlias = Literal[
     "amean",
     None,
 ]
-"""Name of a constraint of `constrain`, or None to leave the ideal factors unequal."""
+"""How `constrain` makes factors equal; None keeps the ideal factors."""
 
 _ONE_GRADIENT = {
     "to_grad_input_scale": (1, 1),
     "to_left_grad_scale": (2, 1),
     "to_right_grad_scale": (2, 2),
 }
-"""Number of constrained operands of such an op, and the index of the factor that all share."""
+"""Number of operands that the constraint is for, and index of the factor that all share."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The static floats that an op multiplies in, forward and backward; hashable.
+    """The static factors of an op in the forward and backward pass; hashable.
 
     Scaling:
-        The op computes `fwd * f(x, ...)`, and multiplies the cotangent of operand `i` of the
-        *unscaled* `f` by `bwd[i]`. A backward factor equal to `fwd` gives the true derivative; any
-        other is only correct on a cut edge.
+        The op computes `fwd * f(x, ...)`. The gradient of operand `i` is that of the *unscaled*
+        `f`, multiplied by `bwd[i]`. A backward factor equal to `fwd` gives the exact gradient; any
+        other is only correct on a cut edge (see `constrain`).
 
     References:
         Unit Scaling, arXiv 2303.11257, scaled ops.
@@ -65,14 +65,14 @@ class Factors:
 def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tuple[float, ...]:
     """Make the forward factor and the backward factors of non-cut edges equal.
 
-    On a cut edge, such as a weight, they may differ: its gradient is then a constant times the true
-    one. On any other edge a difference would weight the paths through the network unequally.
+    An edge is cut if removing it disconnects the graph, like the edge of a weight. On a cut edge
+    unequal factors multiply the gradient by a constant. On others they change its direction.
 
     Scaling:
-        `to_output_scale` uses the output's factor for all; `to_grad_input_scale` that of the only
-        operand; `to_left_grad_scale` and `to_right_grad_scale` that of one of two operands;
-        `gmean`, `hmean` and `amean` the geometric, harmonic and arithmetic mean of all; None
-        changes nothing. The arguments are the ideal factors.
+        The arguments are the ideal factors. `to_output_scale` uses the output's factor for all;
+        `to_grad_input_scale` that of the only operand; `to_left_grad_scale` and
+        `to_right_grad_scale` that of one of two operands; `gmean`, `hmean` and `amean` the
+        geometric, harmonic and arithmetic mean of all; None changes nothing.
 
     Example:
         >>> constrain("gmean", 4.0, 1.0)
@@ -118,8 +118,8 @@ def matmul(
 
     Scaling:
         Forward `k^-1/2`. Before the constraint, the left gradient has `(n * left_repeats)^-1/2` and
-        the right gradient `(m * right_repeats)^-1/2`, where batch broadcasting repeats an operand
-        that many times. Assumes independent operands of zero mean and unit variance.
+        the right gradient `(m * right_repeats)^-1/2`. Repeats count how often broadcasting uses an
+        operand. Assumes independent operands with zero mean and unit variance.
 
     References:
         Unit Scaling, arXiv 2303.11257, scaling factors of matmul.
@@ -138,8 +138,8 @@ def dense(
 
     Scaling:
         Forward `in^-1/2` and input gradient `out^-1/2`, constrained together. Kernel and bias are
-        cut edges, so their gradients, sums over the batch, have `batch^-1/2`. The bias is added
-        after the forward factor. Assumes independent unit inputs, weights and cotangents.
+        cut edges; their gradients sum over the batch and have the factor `batch^-1/2`. The bias is
+        added after the forward factor. Assumes independent unit inputs, weights and cotangents.
 
     Example:
         >>> dense(16, 64, 4)
@@ -160,9 +160,9 @@ def readout(
     """Return the factors of the layer that computes the logits, with `bwd = (x, kernel, bias)`.
 
     Scaling:
-        Forward `in^-1`, so that logits do not grow with width in training. Input gradient
+        Forward `in^-1`, so that logits do not grow with width during training. Input gradient
         `out^-1/2`; kernel and bias gradients `batch^-1/2`. Constraint None is correct if the input
-        is a cut edge: the only path from the loss to the rest of the model.
+        is a cut edge, that is, the only path from the loss to the rest of the model.
 
     References:
         u-muP, arXiv 2407.17465, table 2 (output weights).
@@ -183,10 +183,10 @@ def lora(
     """Return the factors of both matmuls of `x @ a @ b`, the low-rank update of a dense layer.
 
     Scaling:
-        Forward that of `dense` for `h = x @ a`, then `rank^-1/2` for `h @ b`; the results have `bwd
-        = (x, a)` and `bwd = (h, b)`. The gradient of `h` has `out^-1/2`, those of `a` and `b`
-        `batch^-1/2`. The dense layer reads the input too, so it is not a cut edge, and over both
-        matmuls its gradient has the factor of `dense` times `rank^-1/2`.
+        Forward: the factor of `dense` for `h = x @ a`, and `rank^-1/2` for `h @ b`. The two results
+        have `bwd = (x, a)` and `bwd = (h, b)`. The gradient of `h` has `out^-1/2`, those of `a` and
+        `b` have `batch^-1/2`. x is not a cut edge, because the dense layer uses it too. Its
+        gradient therefore has the factor of `dense` times `rank^-1/2`, over both matmuls.
 
     References:
         Hu et al., "LoRA", 2021, arXiv 2106.09685; Unit Scaling, arXiv 2303.11257, scaling factors
@@ -214,17 +214,17 @@ def conv(
 
     Scaling:
         Forward `fan_in^-1/2` with `fan_in = prod(spatial) * in / groups / prod(input_dilation)`,
-        the average number of terms that are not the zeros between dilated inputs. The input
-        gradient sums `out / groups * prod(spatial) / prod(strides)` terms on average. Kernel and
-        bias are cut edges: the bias gradient sums over `batch * output positions`, the kernel
-        gradient over `prod(input_dilation)` times fewer. Assumes interior pixels, without padding.
+        the average number of nonzero terms (dilation puts zeros between inputs). The input gradient
+        sums `out / groups * prod(spatial) / prod(strides)` terms on average. Kernel and bias are
+        cut edges: the bias gradient sums over `batch * output positions`, the kernel gradient over
+        that divided by `prod(input_dilation)`. Assumes interior pixels, without padding.
 
     Args:
         kernel_shape: `(*spatial, in / groups, out)`.
         batch: Number of examples.
         output_spatial_size: Number of output positions per example.
         strides: One stride for all spatial dimensions, or one for each.
-        input_dilation: Likewise; n for a transposed convolution of stride n, whose strides are 1.
+        input_dilation: One dilation, or one for each: the strides of a transposed convolution.
         feature_group_count: Number of channel groups.
         constraint: See `constrain`.
 
@@ -259,9 +259,9 @@ def embed(vocab: int, tokens: int) -> Factors:
     """Return the factors of looking up `tokens` rows of a table, with `bwd = (table,)`.
 
     Scaling:
-        Forward 1. With `vocab` rows, a row's gradient sums the cotangents of its occurrences,
-        `tokens / vocab` on average, so the table's gradient has `(vocab / tokens)^1/2`. Its RMS
-        over the whole table is then 1 for any distribution of the tokens.
+        Forward 1. The gradient of a row sums the cotangents of its occurrences, `tokens / vocab` on
+        average, so the table's gradient has the factor `(vocab / tokens)^1/2`. Its RMS over the
+        whole table is then 1 for any distribution of the tokens.
 
     References:
         Unit Scaling, arXiv 2303.11257, the rule for cut edges.
@@ -274,8 +274,8 @@ def recurrent_kernel(steps: int) -> Factors:
     """Return the factors of a weight used at every step of a recurrence, `bwd = (weight,)`.
 
     Scaling:
-        Forward 1; backward `steps^-1/2`, because the gradient sums that many contributions, each
-        already scaled by `dense` for the batch. Assumes that they are independent.
+        Forward 1; backward `steps^-1/2`, because the gradient sums one contribution per step. Each
+        is already scaled for the batch by `dense`. Assumes that they are independent.
 
     References:
         Unit Scaling, arXiv 2303.11257, scaling factors of matmul.
@@ -295,9 +295,9 @@ def grouped_dense(
     """Return the factors of a dense layer with a kernel for each group of rows.
 
     Scaling:
-        As `dense`, but the gradients of a kernel and its bias sum over the rows of their group,
-        `rows / groups` on average, and have `(groups / rows)^1/2`. The RMS over all kernels is then
-        1 for any group sizes.
+        As in `dense`, but the gradients of a kernel and its bias sum over the rows of their group,
+        `rows / groups` on average, so their factor is `(groups / rows)^1/2`. The gradients' RMS
+        over all kernels is then 1 for any group sizes.
 
     References:
         Unit Scaling, arXiv 2303.11257, the rule for cut edges.
@@ -312,8 +312,8 @@ def norm(features: int, size: int) -> Factors:
     """Return the factors of a layer, RMS, group or batch norm, with `bwd = (x, gain, bias)`.
 
     Scaling:
-        Forward 1, input gradient 1. For an input of `size` elements whose last axis has `features`,
-        gain and bias are cut edges whose gradients sum over `size / features` rows: `(features /
+        Forward 1, input gradient 1. Gain and bias are cut edges. Their gradients sum over the `size
+        / features` rows of an input of `size` elements, so their factor is `(features /
         size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the input.
 
     References:
@@ -345,7 +345,7 @@ def check_sizes(rule: str, **sizes: Any) -> None:
 
 
 def per_dimension(rule: str, name: str, sizes: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    """Return one positive static integer for each dimension, given those or one for all."""
+    """Return one positive static integer per dimension, given one for each or one for all."""
     values = tuple(sizes) if isinstance(sizes, Sequence) else (sizes,) * rank
     check_sizes(rule, **{f"{name}[{i}]": size for i, size in enumerate(values)})
     if len(values) != rank:

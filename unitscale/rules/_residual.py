@@ -17,16 +17,16 @@ from ._elementwise import correlation_kernel, glu
 from ._linear import Constraint, Factors, check_sizes, constrain, positive_number, real_number
 
 ResidualScheme: TypeAlias = Literal["fixed", "running_mean", "depth"]
-"""Name of a rule for the tau of each branch: see `residual_taus`."""
+"""How `residual_taus` computes the tau of each branch."""
 
 RESIDUAL_SCHEMES: tuple[ResidualScheme, ...] = get_args(ResidualScheme)
-"""Every valid scheme of `residual_taus`."""
+"""All schemes of `residual_taus`."""
 
 ROLES = ("weight", "bias", "norm", "readout", "embedding")
-"""The roles of parameters, for `umup_learning_rate` and `unitscale.nn.Policy`."""
+"""Roles of parameters, for `umup_learning_rate` and `unitscale.nn.Policy`."""
 
 _MEAN_GATE = 0.5  # mean of the logistic function of a unit normal
-_LAGS = 48  # updates; a gate keeps half of the state, so what is older has weight 2^-48
+_LAGS = 48  # number of past updates to include; older ones have weights below 2^-48
 _ITERATIONS = 64
 
 
@@ -36,9 +36,9 @@ def add(
     """Return the factors of `left + right`, with `bwd = (left, right)`.
 
     Scaling:
-        Forward `2^-1/2`. Before the constraint, a gradient has `repeats^-1/2`, as it sums that many
-        cotangents: 1 for an operand that is not broadcast. The constraint covers both operands,
-        because a broadcast one need not be a cut edge, as in `x + mean(x)`.
+        Forward `2^-1/2`. Before the constraint, a gradient has the factor `repeats^-1/2`, because
+        it sums that many cotangents (1 without broadcasting). The constraint includes broadcast
+        operands, because they need not be cut edges: take `x + mean(x)`.
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition.
@@ -54,8 +54,8 @@ def weighted_add(weights: Sequence[float]) -> Factors:
     """Return the factors of `sum(w * x)`, with one (equal) backward factor per operand.
 
     Scaling:
-        Forward and backward `1 / norm(weights)`, the true derivative: the cotangent of operand `i`
-        is multiplied by its weight too. Assumes independent unit operands.
+        Forward and backward `1 / norm(weights)`. Gradients are exact, as each is also multiplied by
+        its operand's weight. Assumes independent unit operands.
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition.
@@ -70,14 +70,14 @@ def weighted_add(weights: Sequence[float]) -> Factors:
 
 
 def normalized_weights(weights: Sequence[float]) -> tuple[float, ...]:
-    """Return the weights divided by their norm; arguments and errors as in `weighted_add`."""
+    """Return the weights divided by their norm. Arguments and errors are as in `weighted_add`."""
     factor = weighted_add(weights).fwd
     return tuple(float(weight) * factor for weight in weights)
 
 
 @dataclass(frozen=True)
 class ResidualFactors:
-    """The two weights of a residual sum, floats or arrays; their squares sum to 1."""
+    """The two weights of a residual sum, floats or arrays, whose squares sum to 1."""
 
     branch: Any
     skip: Any
@@ -88,8 +88,8 @@ def residual(tau: float) -> ResidualFactors:
 
     Scaling:
         Branch `tau / (1 + tau^2)^1/2`, skip `1 / (1 + tau^2)^1/2`, for independent unit branch and
-        skip. Backward, both multiply the cotangents at the split: the total gradient stays true,
-        and gradients inside the branch are unit.
+        skip. The backward pass multiplies by them where the stream splits and not where it joins:
+        the total gradient stays exact, and gradients inside the branch are unit.
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition.
@@ -111,21 +111,21 @@ def residual_taus(
     """Return the tau of every residual branch of a network, first to last.
 
     Scaling:
-        `fixed`: `tau` for all. `running_mean`: `tau_l^2 = 1 / l`, l = 1..L, so that the embedding
-        and all branches contribute equally.
+        `fixed`: `tau` for all. `running_mean`: `tau_l^2 = 1 / l` for l = 1..L, so that the
+        embedding and all branches contribute equally.
 
-        `depth`: branches alternate attention, MLP, ...; with `a_mlp^2 = 2 mult^2 / (attn_ratio^2 +
-        1)`, `a_attn^2 = attn_ratio^2 a_mlp^2` and `k = floor((l - 1) / 2)`, `tau_l^2 = a_attn^2 /
-        (L/2 + k a_attn^2 + k a_mlp^2)` for odd l and `tau_l^2 = a_mlp^2 / (L/2 + (k + 1) a_attn^2 +
-        k a_mlp^2)` for even l. Embedding, one attention and one MLP branch then contribute to the
-        final variance as `L/2 : a_attn^2 : a_mlp^2`.
+        `depth`: branches alternate between attention and MLP. Let `a_mlp^2 = 2 mult^2 /
+        (attn_ratio^2 + 1)`, `a_attn^2 = attn_ratio^2 a_mlp^2` and `k = floor((l - 1) / 2)`. Then
+        `tau_l^2 = a_attn^2 / (L/2 + k a_attn^2 + k a_mlp^2)` for odd l and `tau_l^2 = a_mlp^2 /
+        (L/2 + (k + 1) a_attn^2 + k a_mlp^2)` for even l. The embedding, each attention branch and
+        each MLP branch contribute to the final variance in the ratio `L/2 : a_attn^2 : a_mlp^2`.
 
     Args:
         scheme: "fixed", "running_mean" or "depth".
         num_branches: Number L of residual branches: twice the number of transformer layers.
-        tau: Ratio of every branch to the skip; only for "fixed".
-        mult: Ratio of all branches together to the embedding; only for "depth".
-        attn_ratio: Ratio of attention branches to MLP branches; only for "depth".
+        tau: Weight of every branch relative to the skip connection; only for "fixed".
+        mult: Weight of all branches together relative to the embedding; only for "depth".
+        attn_ratio: Weight of attention branches relative to MLP branches; only for "depth".
 
     References:
         Unit Scaling, arXiv 2303.11257, residual schemes.
@@ -159,25 +159,24 @@ def umup_learning_rate(
     optimizer: str = "adam",
     readout_constraint: str | None = None,
 ) -> float:
-    """Return the factor on a parameter's learning rate.
+    """Return the factor of a parameter's learning rate.
 
     Scaling:
-        weight: `fan_in^-1/2`; embedding: `fan_out^-1/2`; readout, bias and norm: 1. Each times
-        `depth^-1/2`, depth being the number of residual branches of the stack that the parameter is
-        in (1 outside any). The best global learning rate then does not change with width or depth,
-        for weights of unit variance with updates of unit size: those of `optimizer` "adam" (as of
-        Lion, whose updates are signs), and those of "sgd", proportional to gradients, if these are
-        unit scaled.
+        weight: `fan_in^-1/2`; embedding: `fan_out^-1/2`; readout, bias and norm: 1. All are
+        multiplied by `depth^-1/2`, where depth is the number of residual branches in the stack that
+        contains the parameter (1 outside a stack). The best global learning rate then does not
+        change with width or depth, for weights of unit variance and updates of unit size: those of
+        "adam" (use it for Lion too), or of "sgd" with unit-scaled gradients.
 
         "muon": weights have `min(1, fan_out / fan_in)^1/2`, the other roles Adam's factors. An
-        orthogonalized update of RMS 1 has the spectral norm `max(fan_in, fan_out)^1/2`. That of a
-        kernel of unit variance, which acts as `fan_in^-1/2 W`, should change in proportion to
-        `fan_out^1/2`, as it does with Adam, whose updates become aligned.
+        orthogonalized update of RMS 1 has the spectral norm `max(fan_in, fan_out)^1/2`. A kernel W
+        of unit variance acts as `fan_in^-1/2 W`. Its updates should have a spectral norm in
+        proportion to `fan_out^1/2`, as those of Adam do once they are aligned.
 
-        With SGD and a readout constrained `to_output_scale`, all gradients before the readout have
-        the factor `width^-1` of its input gradient. Their parameters are therefore multiplied by
-        their width: weights have `fan_in^1/2`, embeddings `fan_out^1/2`, biases and norms
-        `fan_out`. Do not pass readout_constraint for a bias of the readout itself.
+        With SGD and a readout constrained `to_output_scale`, the readout's input gradient has the
+        factor `width^-1`, and so do all gradients before it. Learning rates of these parameters are
+        therefore multiplied by their width: weights have `fan_in^1/2`, embeddings `fan_out^1/2`,
+        biases and norms `fan_out`. Do not pass `readout_constraint` for the readout's own bias.
 
     References:
         u-muP, arXiv 2407.17465, table 2 (learning rates) and appendix G (depth); unit-scaling,
@@ -202,22 +201,23 @@ def umup_learning_rate(
 def gated_update(share: float = 0.5, *, reset: bool = False, period: int = 1) -> float:
     """Return the weight of the candidate in `gate * state + (1 - gate) * weight * candidate`.
 
-    Only this weight is free: a factor on the whole state would be multiplied in at every step.
+    A factor on the whole state would be applied again at every step; only this weight is free.
 
     Scaling:
-        The weight that makes the variance of the stationary state 1, for a logistic gate of a unit
-        normal and a unit tanh candidate: with `q = E[sigmoid^2]`, `weight^2 q + q + 2 weight (1/2 -
-        q) c = 1`. The covariance c of candidate and state is not 0, as the same kernel reads a
-        slowly changing state at each step: with `R(k)` the autocorrelation of the state and K that
-        of tanh of a normal (Mehler), `R_n(k) = K(share R(k))`, `S(k) = weight / 2 * sum_j 2^-j
-        R_n(k + j)`, `R(k) = weight / 2 * S(k) + R(k - 1) / 2` and `c = S(1)`, solved together.
-        Assumes wide layers, white inputs and gates that are independent over time.
+        The weight gives the stationary state variance 1, for a logistic gate of a unit normal and a
+        unit tanh candidate. It solves `weight^2 q + q + 2 weight (1/2 - q) c = 1` with `q =
+        E[sigmoid^2]`. The covariance c of candidate and state is not 0, because the same kernel is
+        applied to a slowly changing state at each step. Let `R(k)` be the autocorrelation of the
+        state, and K the map from the correlation of two normals to that of their tanh (Mehler). The
+        equations `R_n(k) = K(share R(k))`, `S(k) = weight / 2 * sum_j 2^-j R_n(k + j)`, `R(k) =
+        weight / 2 * S(k) + R(k - 1) / 2` and `c = S(1)` are solved together. Assumes wide layers,
+        and inputs and gates that are independent over time.
 
     Args:
-        share: Share of the variance of the candidate's argument that comes from the state.
-        reset: Whether a second gate multiplies what the candidate reads of the state, as in a GRU.
-        period: Number of updates after which the same kernel is used again, as in a recurrent
-            highway cell.
+        share: Fraction of the variance of the candidate's argument that comes from the state.
+        reset: Whether a second gate multiplies the state in the candidate's argument (GRU).
+        period: Number of updates after which the same kernel is used again (the depth of a
+            recurrent highway cell).
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition; derived here for gates. Cho et al., 2014,
@@ -228,7 +228,7 @@ def gated_update(share: float = 0.5, *, reset: bool = False, period: int = 1) ->
     second = glu(jax.nn.sigmoid).fwd ** -2
     if not reset:
         return _unit_state_weight(share, _MEAN_GATE - second, period)
-    # The gated part of its argument is no longer normal, so the candidate is a little smaller.
+    # The reset gate makes the candidate's argument non-normal, and the candidate a little smaller.
     weight = _unit_state_weight(share * _MEAN_GATE**2 / second, _MEAN_GATE - second, period)
     return weight / math.sqrt(_reset_power(share))
 
@@ -237,8 +237,8 @@ def gated_sum(share: float = 0.5) -> float:
     """Return the weight of the candidate in `forget * state + input * weight * candidate`.
 
     Scaling:
-        As `gated_update` with two independent logistic gates, whose product has mean 1/4: the
-        weight that solves `weight^2 q + q + weight c / 2 = 1`. `share` is that of the hidden state.
+        As in `gated_update`, with two independent logistic gates, whose product has mean 1/4: the
+        weight solves `weight^2 q + q + weight c / 2 = 1`. `share` is that of the hidden state.
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition; derived here for gates. Hochreiter,
@@ -256,7 +256,7 @@ def _check_share(rule: str, share: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _reset_power(share: float) -> float:
-    """Return E[tanh^2] with a gate on the state's share of the argument, over that without."""
+    """Return E[tanh^2] with a gate on the state in its argument, divided by that without gate."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(40)
     weights = weights / weights.sum()
     gate = 1 / (1 + np.exp(-nodes))
@@ -269,13 +269,13 @@ def _reset_power(share: float) -> float:
 def _unit_state_weight(share: float, cross: float, period: int) -> float:
     """Return the weight at which the stationary state has variance 1, by bisection."""
     second = glu(jax.nn.sigmoid).fwd ** -2
-    # E[tanh tanh] over its variance is a power series in the correlation of the arguments.
+    # The correlation of tanh x and tanh y is a power series in the correlation of x and y.
     kernel = correlation_kernel(jnp.tanh)[::-1]
     lags = np.arange(_LAGS + 1)
     decay = np.triu(_MEAN_GATE ** np.abs(lags[None, :] - lags[:, None]))
 
     def covariance(weight: float) -> float:
-        """Return the covariance of the candidate and the state before it, of variance 1."""
+        """Return the covariance of the candidate and the state before it (variance 1)."""
         state, covariances = _MEAN_GATE**lags, np.zeros(_LAGS + 1)
         for _ in range(_ITERATIONS):
             candidates = np.polyval(kernel, share * state)

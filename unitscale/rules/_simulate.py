@@ -1,4 +1,4 @@
-"""Factors of functions without a rule of their own: recognized, or estimated by simulation."""
+"""Factors of arbitrary functions: from the rule of a recognized function, or by simulation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ._linear import Factors, matmul
 from ._residual import add
 from ._softmax import softmax
 
-_NORMAL = 1.959964  # quantile of a two-sided 95 percent interval
+_NORMAL = 1.959964  # normal quantile of a two-sided 95 percent interval
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """Ideal factors of a function, estimated from draws.
+    """Ideal factors of a function, estimated from random inputs.
 
     Attributes:
         factors: The estimates; `bwd` has one factor per floating argument.
@@ -42,8 +42,8 @@ def closed_form(fn: Callable[..., Any], example: Sequence[Any]) -> Factors | Non
     """Return the unconstrained factors of a function that has a known rule, or None.
 
     Scaling:
-        Known are matmul (of matrices), softmax, add, and every element-wise function of one array
-        (`elementwise`). All arguments must be floating; of `example`, only the shapes count.
+        Rules are known for matmul (of matrices), softmax, add, and every element-wise function of
+        one array. All arguments must be floating; only the shapes in `example` matter.
 
     Example:
         >>> round(closed_form(lambda x: jnp.tanh(x), [np.zeros(3)]).fwd, 3)
@@ -65,7 +65,7 @@ def closed_form(fn: Callable[..., Any], example: Sequence[Any]) -> Factors | Non
 
 
 def _is_elementwise(fn: Callable[..., Any], shape: tuple[int, ...]) -> bool:
-    """Return whether value and slope at an array are those at each of its entries alone."""
+    """Return whether values and slopes of a function are the same for each entry separately."""
     x, dx = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
     try:
         if jax.make_jaxpr(fn)(x).effects:
@@ -79,7 +79,7 @@ def _is_elementwise(fn: Callable[..., Any], shape: tuple[int, ...]) -> bool:
                 a.shape == shape and np.allclose(a.ravel(), b, rtol=1e-5, atol=1e-6, equal_nan=True)
                 for a, b in zip(whole, alone, strict=True)
             )
-    except Exception:  # whatever the function raises here, no rule is known for it
+    except Exception:  # functions that raise here have no known rule
         return False
 
 
@@ -90,15 +90,15 @@ def simulate(
 
     Scaling:
         Forward `1 / std(fn(x))`, and for each floating argument backward `1 / RMS` of its gradient,
-        with arguments and cotangent from N(0, 1), over all elements and draws. A scalar result is a
-        loss: forward 1, cotangent 1, so that its gradient includes the 1 / N of a mean. The
-        intervals are Student's, over the mean squares of the draws.
+        over all elements and draws, with arguments and cotangent drawn from N(0, 1). A scalar
+        result is a loss, with forward factor 1 and cotangent 1, so its gradient includes the 1 / N
+        of a mean. Intervals are Student's t intervals of the mean squares of the draws.
 
     Args:
-        fn: Differentiable function of arrays, returning one floating array.
-        example: Its arguments. Floating ones are replaced by draws of their shape.
-        seeds: Number of draws, at least 2.
-        name: Name of the caller in messages.
+        fn: Differentiable function of arrays that returns one floating array.
+        example: Example arguments. Floating ones are replaced by random arrays of the same shape.
+        seeds: Number of random draws, at least 2.
+        name: Name of the caller, for messages.
 
     Raises:
         TypeError: If JAX cannot trace `fn`, or the result is not one floating array.
@@ -142,7 +142,7 @@ def simulate(
         ) from error
     if closed.effects:
         raise ValueError(
-            f"{where}: expected a function without side effects; got one, such as jax.debug.print"
+            f"{where}: expected a function without side effects; got some, as of jax.debug.print"
         )
     if not isinstance(out, jax.ShapeDtypeStruct) or not is_floating(out):
         raise TypeError(f"{where}: expected a function that returns one floating array; got {out}")
@@ -175,7 +175,7 @@ def simulate(
 def _factor(
     where: str, what: str, squares: np.ndarray, noise: float
 ) -> tuple[float, tuple[float, float]]:
-    """Return the inverse root of the mean of mean squares, and its confidence interval."""
+    """Return 1 over the root of the mean of `squares`, and its confidence interval."""
     mean = float(squares.mean())
     if not math.isfinite(mean):
         raise ValueError(

@@ -1,9 +1,9 @@
 """Factors of softmax, losses and mixtures of experts, and the moments of softmax and gates.
 
-Softmax moments are exact: the normalizer `Z = sum(e^z)` is removed by `Z^-k = int s^(k-1) e^(-s Z)
-ds / (k-1)!`, which turns a moment of independent normal logits into a one-dimensional integral of
-products of one-logit expectations `H_k(u) = E[e^(k v - e^v)]`, `v = u + m x`, `s = e^u`. The
-trapezoid rule computes it almost to machine precision.
+Softmax moments are exact. The identity `Z^-k = int s^(k-1) e^(-s Z) ds / (k-1)!` removes the
+normalizer `Z = sum(e^z)`. A moment for independent normal logits is then a one-dimensional integral
+over products of one-logit expectations `H_k(u) = E[e^(k v - e^v)]`, where `v = u + m x` and `s =
+e^u`. The trapezoid rule computes it almost to machine precision.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 
 from ._linear import Constraint, Factors, check_sizes, constrain, positive_number
 
-_LARGEST_SPREAD = 24.0  # of logits; beyond it softmax moments follow their asymptote in 1 / spread
-_STEP = 0.25  # of the integral over u = log s
-_WIDTH = 10.0  # of the normal distribution, in standard deviations
+_LARGEST_SPREAD = 24.0  # of logits; above it softmax moments are extrapolated in 1 / spread
+_STEP = 0.25  # step of the integral over u = log s
+_WIDTH = 10.0  # half-width of the integral over normal x, in standard deviations
 _GATE_WIDTH, _GATE_STEP = 8.0, 0.02
 
 
@@ -28,11 +28,11 @@ def softmax(
     """Return the factors of `softmax(mult * x)`, with `bwd = (x,)`.
 
     Scaling:
-        For `n = axis_size` entries, forward `1 / std(p)`: the mean of p is exactly `1 / n`, so
-        `var(p) = E[sum p^2] / n - 1 / n^2`. Backward `1 / RMS(dx)` before the constraint: `dx =
-        mult * p * (g - sum(p g))`, so for unit g its mean square is `mult^2 / n * E[sum p^2 - 2 p^3
-        + (sum p^2)^2]`. The expectations over independent unit normal logits are exact; for large n
-        the factors tend to `n / (e^(mult^2) - 1)^1/2` and `n e^(-mult^2 / 2) / mult`.
+        For `n = axis_size` entries, forward `1 / std(p)`. The mean of p is exactly `1 / n`, so
+        `var(p) = E[sum p^2] / n - 1 / n^2`. Before the constraint, backward `1 / RMS(dx)`. With `dx
+        = mult * p * (g - sum(p g))` and unit g, its mean square is `mult^2 / n * E[sum p^2 - 2 p^3
+        + (sum p^2)^2]`. The expectations over independent unit normal logits are exact. For large n
+        the factors approach `n / (e^(mult^2) - 1)^1/2` and `n e^(-mult^2 / 2) / mult`.
 
     Example:
         >>> round(softmax(4096).fwd / 4096, 3)
@@ -48,7 +48,7 @@ def softmax(
         moments = softmax_moments(int(axis_size), mult)
         slope = mult * math.sqrt(moments.gradient / axis_size)
         std = math.sqrt(max(moments.square - 1 / axis_size, 0) / axis_size)
-        if mult < 1e-3:  # the difference cancels; p is linear in x to within mult^2
+        if mult < 1e-3:  # the difference above is inaccurate; p is nearly linear in x
             std = mult * math.sqrt(axis_size - 1) / axis_size**1.5
     output, x = constrain(constraint, 1 / std, 1 / slope)
     return Factors(output, (x,))
@@ -58,10 +58,10 @@ def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
     """Return the factors of the softmax cross entropy of `mult * logits`, `bwd = (logits,)`.
 
     Scaling:
-        Forward 1. The gradient of one example's loss is `mult * (p - y)`; for uniform `p` over `V =
+        Forward 1. The gradient of one example's loss is `mult * (p - y)`. For uniform `p` over `V =
         vocab` classes (at least 2) its mean square is `mult^2 (V - 1) / V^2`, so the backward
-        factor is `V / ((V - 1)^1/2 * mult)`. Assumes small logits, as those of `readout` at
-        initialization, and that the op omits the `1 / N` of a mean from the backward pass.
+        factor is `V / ((V - 1)^1/2 * mult)`. Assumes small logits, like those of `readout` at
+        initialization, and an op that omits the `1 / N` of a mean in the backward pass.
 
     References:
         Unit Scaling, arXiv 2303.11257, softmax cross entropy.
@@ -94,12 +94,11 @@ def mixture(experts: int, top_k: int, *, mult: float = 1.0, renormalize: bool = 
 
     Scaling:
         `bwd = (expert's output, gate, expert's input)`. Forward `c = E[sum g^2]^-1/2` over the
-        gates g of a token, exact for independent unit normal logits. Gates have the true
-        derivative, factor `c`. The cotangent of an expert's output, `c g dy`, has RMS `k^-1/2` and
-        is multiplied by a further `k^1/2`, so that gradients inside the experts are unit; `k^-1/2`
-        on the gradient of the expert's input undoes it. If `renormalize`, gates are the softmax
-        over the chosen experts only; otherwise entries of that over all. Assumes independent unit
-        experts.
+        gates g of a token, exact for independent unit normal logits. The gradient of the gates is
+        exact, with factor `c`. The cotangent of an expert's output, `c g dy`, has RMS `k^-1/2` for
+        `k = top_k`. A further `k^1/2` makes gradients inside the experts unit, and `k^-1/2` on the
+        gradient of the expert's input cancels it. With `renormalize` gates are the softmax over the
+        chosen experts, otherwise entries of the softmax over all. Assumes independent unit outputs.
 
     Example:
         >>> round(mixture(8, 2).fwd, 2)
@@ -128,13 +127,13 @@ def router(
     """Return the factors of the matmul that computes router logits, with `bwd = (x, kernel)`.
 
     Scaling:
-        Forward `in^-1/2`, constrained together with the input gradient (ideally `experts^-1/2`), as
-        the token goes to the experts too. A gate's gradient is `c <f, dy>`, of RMS `c out^1/2` for
-        unit outputs f and cotangents dy, with c the forward factor of `mixture`. The mean square of
-        a logit's gradient is then `(c mult)^2 out / experts * E[sum g^2 - 2 g^3 + (sum g^2)^2]`
-        (for renormalized gates); the kernel, a cut edge, has its inverse root times `tokens^-1/2`,
-        or `tokens^-1/2` if the gates are constant. Experts have `out_features` outputs, by default
-        as many as inputs.
+        Forward `in^-1/2`, constrained together with the input gradient (ideally `experts^-1/2`),
+        because the experts use the tokens too. The gradient of a gate is `c <f, dy>`, with c the
+        forward factor of `mixture`. Its RMS is `c out^1/2` for unit outputs f and cotangents dy,
+        where out is `out_features`, by default `in_features`. The mean square of a logit's gradient
+        is then `(c mult)^2 out / experts * E[sum g^2 - 2 g^3 + (sum g^2)^2]`. The kernel is a cut
+        edge: its gradient has the inverse root of that, times `tokens^-1/2`. If the gates are
+        constant, it has `tokens^-1/2`.
 
     References:
         Mixtral: Jiang et al., 2024, arXiv 2401.04088, equations 1 and 2.
@@ -162,8 +161,8 @@ class SoftmaxMoments(NamedTuple):
     """Expected moments of `p = softmax(m * x)`, `x ~ N(0, 1)`.
 
     `square` is `E[sum p^2]`, the mean square of a p-weighted mean of independent unit values.
-    `gradient` is `E[sum p^2 - 2 p^3 + (sum p^2)^2]`, the summed mean square of the softmax's input
-    gradient for a unit cotangent, before the multiplier.
+    `gradient` is `E[sum p^2 - 2 p^3 + (sum p^2)^2]`: for a unit cotangent, the mean square of the
+    input gradient without the multiplier m, summed over inputs.
     """
 
     square: float
@@ -178,7 +177,7 @@ def softmax_moments(size: int, spread: float) -> SoftmaxMoments:
 
 @functools.lru_cache(maxsize=4096)
 def causal_softmax_moments(length: int, spread: float) -> SoftmaxMoments:
-    """Return the moments averaged over rows of 1, 2, ..., `length` logits."""
+    """Return the moments of softmax over 1, 2, ..., `length` logits, averaged."""
     rows = np.arange(1, length + 1)
     parts = [moments_by_size(part, spread) for part in np.array_split(rows, -(-length // 2048))]
     square, gradient = (float(np.concatenate(moment).mean()) for moment in zip(*parts, strict=True))
@@ -186,7 +185,7 @@ def causal_softmax_moments(length: int, spread: float) -> SoftmaxMoments:
 
 
 def moments_by_size(sizes: np.ndarray, spread: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the softmax moments of many sizes, as two arrays; a size need not be an integer."""
+    """Return the softmax moments of many sizes, as two arrays; sizes may be fractional."""
     m = min(spread, _LARGEST_SPREAD)
     u = np.arange(-(math.log(sizes.max()) + _WIDTH * m + 24), _WIDTH * m + 8, _STEP)
     half = math.ceil(_WIDTH * max(m, 1.0) / _STEP)
@@ -205,17 +204,18 @@ def moments_by_size(sizes: np.ndarray, spread: float) -> tuple[np.ndarray, np.nd
     squared_square = (others @ h4 + pairs @ h2**2) / 6
     square, cube, squared_square = (sizes * _STEP * x for x in (square, cube, squared_square))
     gradient = np.where(sizes == 1, 0.0, square - 2 * cube + squared_square)
-    # Two logits of a large spread compete only if closer than order 1: probability ~ 1 / spread.
+    # At a large spread the largest logit gets all the weight, unless another is within about 1 of
+    # it, which has a probability proportional to 1 / spread.
     ratio = m / spread
     return 1 - (1 - square) * ratio, gradient * ratio
 
 
 @functools.lru_cache(maxsize=1024)
 def gate_moments(experts: int, top_k: int, spread: float, renormalize: bool) -> SoftmaxMoments:
-    """Return the moments of the gates of the top k of normal logits; a spread over 24 counts as 24.
+    """Return the moments of the gates of the top k normal logits; spreads above 24 count as 24.
 
-    Given the largest logit t that is not chosen, the chosen ones are independent normal logits
-    above t and the others below it, which leaves an integral over t of one-logit expectations.
+    Given the largest logit t that is not chosen, the chosen logits are independent normals above t,
+    and the others below it. What remains is an integral over t of one-logit expectations.
     """
     if top_k == experts:
         return softmax_moments(experts, spread)
@@ -232,7 +232,7 @@ def gate_moments(experts: int, top_k: int, spread: float, renormalize: bool) -> 
     for _ in range(4):
         h.append(h[-1] * s)
     above = [_integral_above(density * h_j) for h_j in h]
-    # Logits that are not chosen count in the normalizer only without renormalization.
+    # Logits that are not chosen are part of the normalizer only without renormalization.
     weight, weight_square = (1.0, 0.0) if renormalize else (h[0], h[2])
     below = _integral_below(density * weight)
     rest = density * weight * below**others
@@ -249,7 +249,7 @@ def gate_moments(experts: int, top_k: int, spread: float, renormalize: bool) -> 
 
 
 def _integral_below(f: np.ndarray) -> np.ndarray:
-    """Return the integral of f up to each point of the grid of logits, by trapezoids."""
+    """Return the integral of f up to each point of the grid of logits (trapezoid rule)."""
     steps = (f[..., 1:] + f[..., :-1]) * (_GATE_STEP / 2)
     return np.concatenate([np.zeros_like(f[..., :1]), np.cumsum(steps, -1)], -1)
 
