@@ -140,7 +140,7 @@ def einsum(config: MatmulConfig, state: QuantState | None = None) -> Callable[..
         preferred_element_type: Any = None,
         out_sharding: Any = None,
     ) -> jax.Array:
-        problem = einsum_problem(subscripts) if len(operands) == 2 else "it does not have two operands"
+        problem = einsum_problem(subscripts) if len(operands) == 2 else "it needs two operands"
         if problem:
             raise ValueError(
                 "unitscale.quant.einsum: subscripts must be a single matmul of two operands; got "
