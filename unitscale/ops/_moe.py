@@ -245,7 +245,7 @@ _dispatch.defvjp(
 
 @partial(custom_vjp, nondiff_argnums=(4, 5))
 def _gather(y, gates, token, row, factors, out_dtype):
-    chosen = widen(y[row])  # not jnp.take, which loses a sharding if a device has no tokens
+    chosen = widen(y[row])  # not jnp.take, which loses the sharding of an empty batch
     return narrow(factors.fwd * jnp.sum(chosen * gates[..., None], axis=1), out_dtype)
 
 
@@ -431,7 +431,7 @@ class ExpertDevices(NamedTuple):
         return jax.shard_map(run, in_specs=specs, out_specs=(rows, whole), axis_names=names)(*args)
 
     def own_experts(self, chosen: jax.Array) -> tuple[jax.Array, int]:
-        """Return indices among this device's experts (their number for others), and the number."""
+        """Return indices among this device's `count` experts (`count` for all others), and `count`."""
         count = self.experts // self.size
         own = chosen - (lax.axis_index(self.axis) * count if self.size > 1 else 0)
         return jnp.where((own >= 0) & (own < count), own, count), count

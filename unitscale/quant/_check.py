@@ -170,7 +170,7 @@ def _frames(text: str) -> dict[str, tuple[str, ...]]:
     places = re.findall(r"(?m)^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text)
     lines = {place: f"{files.get(file)}:{line}" for place, file, line in places}
     rows = re.findall(r"(?m)^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", text)
-    # XLA may print the caller's number plus one: the first frame, which has no caller, tells.
+    # XLA may print the caller's number plus one; the first frame, without a caller, then shows 1.
     offset = int(bool(rows) and rows[0][2] == "1")
     frames: dict[str, tuple[str, ...]] = {}
     for frame, place, caller in rows:  # callers come first

@@ -35,7 +35,7 @@ def group_of(sizes: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _blocks(sizes: jax.Array, rows: int) -> tuple[_Blocks, int]:
-    """Return the blocks and their size: the mean rows per group, within `_SMALLEST`, `_LARGEST`."""
+    """Return the blocks and their size: mean rows per group, from `_SMALLEST` to `_LARGEST`."""
     groups = sizes.shape[0]
     mean = -(-rows // max(groups, 1) // _SMALLEST) * _SMALLEST
     size = min(max(mean, _SMALLEST), _LARGEST)
