@@ -158,7 +158,7 @@ VALUES = {
         (lambda: ops.mse_loss(logits, logits[0]), "pred and target must"),
         (lambda: readout(b=table.T), r"kernel must be \(in, V\) .*Set transposed=True\?"),
         (lambda: readout(transposed=True), r"\(V, in\) .*Set transposed=False\?"),
-        (lambda: readout(vocab=6), "vocab must be .* at most the columns .*; got 6"),
+        (lambda: readout(vocab=6), "vocab must be .* at most the kernel.*; got 6"),
         (lambda: readout(chunk_size=0), "chunk_size must .* got 0"),
         (lambda: readout(config=MatmulConfig(strategy=Delayed())), "scales in a state"),
     ],

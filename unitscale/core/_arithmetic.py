@@ -214,7 +214,7 @@ def value(data: jax.Array, scale: Scale) -> jax.Array:
 def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Array:
     """Return the data of a pair at another scale: ``data * (scale / target)``.
 
-    The multiplication is in float32. A target of 0 is replaced by 1; it only occurs for zeros.
+    The ratio is applied in float32. A target of 0, which only occurs for zeros, counts as 1.
     """
     if scale is target:
         return data.astype(dtype)

@@ -64,8 +64,8 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
     """Make JAX check cuDNN attention against this GPU and cuDNN version in a ``with`` block.
 
-    JAX would query the local GPU, but a machine that compiles ahead of time may not have one. It
-    does nothing in versions of JAX without these checks.
+    JAX would query the local GPU, but a machine that compiles ahead of time may not have one. In
+    versions of JAX without these checks, this does nothing.
     """
 
     def of(text: str) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
 def cudnn_accepts_float32() -> Iterator[None]:
     """Make JAX accept float32 operands of cuDNN's attention in a ``with`` block.
 
-    scalify traces programs in float32, but runs them with 16-bit data; JAX's checks cannot know.
+    scalify traces programs in float32 and runs them with 16-bit data, unknown to JAX's checks.
     """
 
     def check_layout(*arrays: Any) -> None:

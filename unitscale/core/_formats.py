@@ -470,7 +470,7 @@ def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Ar
 
 
 def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array:
-    """Round to powers of two (e8m0) on the bits, because 2**-127 is subnormal in float32.
+    """Round to e8m0 with integer operations, because 2**-127 is subnormal in float32.
 
     Ties go up, as in ml_dtypes. Zero and negative numbers become 2**-127 if ``saturate``, else NaN.
     Infinity becomes NaN.

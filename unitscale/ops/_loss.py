@@ -172,7 +172,7 @@ def check_labels(
     if where is not None and where.dtype != bool:
         raise TypeError(
             f"unitscale.ops.{op}: where must be boolean; got dtype {where.dtype}. "
-            "Compare first, for example weights > 0."
+            "Pass a comparison, such as weights > 0."
         )
     return labels, where
 

@@ -396,7 +396,7 @@ class ExpertDevices(NamedTuple):
         if manual and size > 1:
             if axis not in varying(lax.axis_index(axis)):
                 raise ValueError(
-                    f"unitscale.ops.mixture: inside of jax.shard_map over {axis!r} gradients need "
+                    f"unitscale.ops.mixture: inside jax.shard_map over {axis!r} gradients need "
                     "check_vma=True; got False."
                 )
             if axis in varying(x):
@@ -431,7 +431,7 @@ class ExpertDevices(NamedTuple):
         return jax.shard_map(run, in_specs=specs, out_specs=(rows, whole), axis_names=names)(*args)
 
     def own_experts(self, chosen: jax.Array) -> tuple[jax.Array, int]:
-        """Return indices among this device's `count` experts (`count` for all others), and `count`."""
+        """Return indices among this device's `count` experts (others: `count`), and `count`."""
         count = self.experts // self.size
         own = chosen - (lax.axis_index(self.axis) * count if self.size > 1 else 0)
         return jnp.where((own >= 0) & (own < count), own, count), count

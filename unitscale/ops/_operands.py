@@ -297,8 +297,8 @@ def unit_scaled(
     floats = tuple(i for i, x in enumerate(example) if is_floating(jnp.asarray(x)))
     if not set(cut) <= set(floats):
         raise ValueError(
-            f"unitscale.ops.unit_scaled: cut must name floating arguments, of {list(floats)}; got "
-            f"{list(cut)}"
+            "unitscale.ops.unit_scaled: cut must contain positions of floating arguments, a part "
+            f"of {list(floats)}; got {list(cut)}"
         )
     known, is_loss = rules.closed_form(fn, example), False
     if known is None:

@@ -241,8 +241,8 @@ def readout_cross_entropy(
     vocab = columns if vocab is None else vocab
     if not 2 <= vocab <= columns:
         raise ValueError(
-            f"unitscale.ops.{_OP}: vocab must be at least 2 and at most the columns of the kernel; "
-            f"got {vocab}, and kernel {w.shape}"
+            f"unitscale.ops.{_OP}: vocab must be at least 2 and at most the kernel's {columns} "
+            f"columns; got {vocab}"
         )
     if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
         raise ValueError(

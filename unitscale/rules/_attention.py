@@ -53,10 +53,11 @@ def dot_product_attention(
         For unit q, k and v the logits are normal with standard deviation `mult * d^-1/2`. The mean
         square of the output is then `E[sum p^2]` over the softmax weights p of a query's keys, of
         which there are `key_length`, or with a causal mask 1, 2, ..., key_length (averaged). The
-        forward factor is its inverse root, times `(1 - dropout_rate)^1/2`. Before the constraint, v
-        has the forward factor, and q and k have 1 over the RMS of the softmax's gradient times the
-        logits' standard deviation. Assumes as many queries as keys, and no mask except the causal
-        one. `mean_square` replaces `E[sum p^2]` if values are correlated: see `AttentionContext`.
+        forward factor is its inverse root, times `(1 - dropout_rate)^1/2`. Before the constraint,
+        the factor of v is the same, and that of q and k is 1 over the RMS of the softmax's gradient
+        times the logits' standard deviation. Assumes as many queries as keys, and no mask except
+        the causal one. `mean_square` replaces `E[sum p^2]` if values are correlated: see
+        `AttentionContext`.
 
     References:
         u-muP, arXiv 2407.17465, unit-scaled dot-product attention, with the exact expectation in

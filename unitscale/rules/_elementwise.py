@@ -28,10 +28,10 @@ def elementwise(
     """Return the factors of `f(mult * x)` for any scalar function, with `bwd = (x,)`.
 
     Scaling:
-        Forward `1 / std(f(mult * x))`; before the constraint, backward `1 / RMS(d/dx f(mult * x))`,
-        both for `x ~ N(0, 1)`, by numerical integration that handles a kink at 0, such as that of
-        relu. The mean of `f` is not removed. If the derivative is zero almost everywhere (sign,
-        round), backward uses the forward factor.
+        The forward factor is `1 / std(f(mult * x))`; before the constraint, the backward factor is
+        `1 / RMS(d/dx f(mult * x))`, both for `x ~ N(0, 1)`. They are integrated numerically, also
+        across a kink at 0 such as that of relu. The mean of `f` is not removed. If the derivative
+        is zero almost everywhere (sign, round), the backward factor is the forward one.
 
     Raises:
         TypeError: If `f` does not map a scalar to a real scalar.
@@ -61,9 +61,9 @@ def glu(
     """Return the factors of the gated linear unit `x * f(mult * gate)`, with `bwd = (x, gate)`.
 
     Scaling:
-        Forward and x gradient `1 / RMS(f(mult * gate))`; gate gradient `1 / RMS(d/dgate f(mult *
-        gate))`, for `gate ~ N(0, 1)`, then constrained (x is the left operand, gate the right).
-        Assumes independent unit x and gate with zero mean.
+        The factors of output and x are `1 / RMS(f(mult * gate))`, that of gate is `1 / RMS(d/dgate
+        f(mult * gate))`, for `gate ~ N(0, 1)`, before the constraint (x is the left operand, gate
+        the right). Assumes independent unit x and gate with zero mean.
 
     References:
         u-muP, arXiv 2407.17465, unit-scaled gated SiLU.
@@ -104,10 +104,10 @@ def avg_pool(
     """Return the factors of the mean over windows, with `bwd = (x,)`.
 
     Scaling:
-        Forward `n^1/2` with `n = prod(window_shape)`, because the mean of n independent unit values
-        has RMS `n^-1/2`. An entry lies in `n / prod(strides)` windows on average and gets `1 / n`
-        of the cotangent of each. Before the constraint its gradient therefore has the factor `(n *
-        prod(strides))^1/2`. Assumes interior windows, without padding.
+        The forward factor is `n^1/2` with `n = prod(window_shape)`, because the mean of n
+        independent unit values has RMS `n^-1/2`. An entry lies in `n / prod(strides)` windows on
+        average and gets `1 / n` of the cotangent of each. Before the constraint its backward factor
+        is therefore `(n * prod(strides))^1/2`. Assumes interior windows, without padding.
 
     References:
         Unit Scaling, arXiv 2303.11257, the unit-variance rule.
@@ -126,9 +126,9 @@ def max_pool(
     """Return the factors of the maximum over windows, with `bwd = (x,)`.
 
     Scaling:
-        Forward `1 / std` of the largest of `n = prod(window_shape)` independent unit normal values,
-        whose density is `n phi(x) Phi(x)^(n-1)`. Its mean is not removed. The cotangent of every
-        window goes to one entry, so before the constraint the input gradient has the factor
+        The forward factor is `1 / std` of the largest of `n = prod(window_shape)` independent unit
+        normal values, whose density is `n phi(x) Phi(x)^(n-1)`. Its mean is not removed. The
+        cotangent of every window goes to one entry, so before the constraint the backward factor is
         `prod(strides)^1/2`. Assumes interior windows, without padding.
 
     References:

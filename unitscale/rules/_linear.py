@@ -117,9 +117,9 @@ def matmul(
     """Return the factors of `(m, k) @ (k, n)`, with `bwd = (left, right)`.
 
     Scaling:
-        Forward `k^-1/2`. Before the constraint, the left gradient has `(n * left_repeats)^-1/2` and
-        the right gradient `(m * right_repeats)^-1/2`. Repeats count how often broadcasting uses an
-        operand. Assumes independent operands with zero mean and unit variance.
+        The forward factor is `k^-1/2`. Before the constraint, the gradients' factors are `(n *
+        left_repeats)^-1/2` and `(m * right_repeats)^-1/2`, if broadcasting repeats the operands
+        that often. Assumes independent operands with zero mean and unit variance.
 
     References:
         Unit Scaling, arXiv 2303.11257, scaling factors of matmul.
@@ -137,17 +137,16 @@ def dense(
     """Return the factors of a dense layer, with `bwd = (x, kernel, bias)`.
 
     Scaling:
-        Forward `in^-1/2` and input gradient `out^-1/2`, constrained together. Kernel and bias are
-        cut edges; their gradients sum over the batch and have the factor `batch^-1/2`. The bias is
-        added after the forward factor. Assumes independent unit inputs, weights and cotangents.
+        The forward factor `in^-1/2` and the input gradient's `out^-1/2` are constrained together.
+        Kernel and bias are cut edges; their gradients sum over the batch and have `batch^-1/2`. The
+        bias is added after the factor. Assumes independent unit inputs, weights and cotangents.
 
     Example:
         >>> dense(16, 64, 4)
         Factors(fwd=0.25, bwd=(0.25, 0.5, 0.5))
 
     References:
-        Unit Scaling, arXiv 2303.11257, scaling factors of matmul.
-        u-muP, arXiv 2407.17465, table 2 (hidden weights).
+        Unit Scaling, arXiv 2303.11257, scaling factors of matmul; u-muP, arXiv 2407.17465, table 2.
     """
     check_sizes("dense", in_features=in_features, out_features=out_features, batch=batch)
     output, x = constrain(constraint, _rsqrt(in_features), _rsqrt(out_features))
@@ -160,9 +159,9 @@ def readout(
     """Return the factors of the layer that computes the logits, with `bwd = (x, kernel, bias)`.
 
     Scaling:
-        Forward `in^-1`, so that logits do not grow with width during training. Input gradient
-        `out^-1/2`; kernel and bias gradients `batch^-1/2`. Constraint None is correct if the input
-        is a cut edge, that is, the only path from the loss to the rest of the model.
+        The forward factor is `in^-1`, so that logits do not grow with width in training. The input
+        gradient has the factor `out^-1/2`, kernel and bias gradients `batch^-1/2`. Constraint None
+        is correct if the input is a cut edge: the only path from the loss to the rest of the model.
 
     References:
         u-muP, arXiv 2407.17465, table 2 (output weights).
@@ -183,14 +182,14 @@ def lora(
     """Return the factors of both matmuls of `x @ a @ b`, the low-rank update of a dense layer.
 
     Scaling:
-        Forward: the factor of `dense` for `h = x @ a`, and `rank^-1/2` for `h @ b`. The two results
-        have `bwd = (x, a)` and `bwd = (h, b)`. The gradient of `h` has `out^-1/2`, those of `a` and
-        `b` have `batch^-1/2`. x is not a cut edge, because the dense layer uses it too. Its
-        gradient therefore has the factor of `dense` times `rank^-1/2`, over both matmuls.
+        The forward factors are that of `dense` for `h = x @ a`, and `rank^-1/2` for `h @ b`. The
+        two results have `bwd = (x, a)` and `bwd = (h, b)`. The gradient of `h` has the factor
+        `out^-1/2`, those of `a` and `b` have `batch^-1/2`. x is not a cut edge, because the dense
+        layer uses it too. Its gradient therefore has the factor of `dense` times `rank^-1/2`, over
+        both matmuls.
 
     References:
-        Hu et al., "LoRA", 2021, arXiv 2106.09685; Unit Scaling, arXiv 2303.11257, scaling factors
-        of matmul.
+        Hu et al., "LoRA", 2021, arXiv 2106.09685; Unit Scaling, arXiv 2303.11257, matmul factors.
     """
     check_sizes("lora", rank=rank)
     beside = dense(in_features, out_features, batch, constraint=constraint)
@@ -213,11 +212,11 @@ def conv(
     """Return the factors of a convolution, plain or transposed, with `bwd = (x, kernel, bias)`.
 
     Scaling:
-        Forward `fan_in^-1/2` with `fan_in = prod(spatial) * in / groups / prod(input_dilation)`,
-        the average number of nonzero terms (dilation puts zeros between inputs). The input gradient
-        sums `out / groups * prod(spatial) / prod(strides)` terms on average. Kernel and bias are
-        cut edges: the bias gradient sums over `batch * output positions`, the kernel gradient over
-        that divided by `prod(input_dilation)`. Assumes interior pixels, without padding.
+        The forward factor is `fan_in^-1/2` with `fan_in = prod(spatial) * in / groups /
+        prod(input_dilation)`, the average number of nonzero terms, as dilation inserts zeros. The
+        input gradient sums `out / groups * prod(spatial) / prod(strides)` terms on average. Kernel
+        and bias are cut edges: the bias gradient sums over `batch * output positions`, the kernel
+        gradient over that divided by `prod(input_dilation)`. Assumes interior pixels.
 
     Args:
         kernel_shape: `(*spatial, in / groups, out)`.
@@ -259,9 +258,9 @@ def embed(vocab: int, tokens: int) -> Factors:
     """Return the factors of looking up `tokens` rows of a table, with `bwd = (table,)`.
 
     Scaling:
-        Forward 1. The gradient of a row sums the cotangents of its occurrences, `tokens / vocab` on
-        average, so the table's gradient has the factor `(vocab / tokens)^1/2`. Its RMS over the
-        whole table is then 1 for any distribution of the tokens.
+        The forward factor is 1. The gradient of a row sums the cotangents of its occurrences,
+        `tokens / vocab` on average, so its factor is `(vocab / tokens)^1/2`. The RMS of the
+        gradient over the whole table is then 1 for any distribution of the tokens.
 
     References:
         Unit Scaling, arXiv 2303.11257, the rule for cut edges.
@@ -274,8 +273,8 @@ def recurrent_kernel(steps: int) -> Factors:
     """Return the factors of a weight used at every step of a recurrence, `bwd = (weight,)`.
 
     Scaling:
-        Forward 1; backward `steps^-1/2`, because the gradient sums one contribution per step. Each
-        is already scaled for the batch by `dense`. Assumes that they are independent.
+        The forward factor is 1. The backward factor is `steps^-1/2`, because the gradient sums one
+        independent contribution per step, each already scaled for the batch by `dense`.
 
     References:
         Unit Scaling, arXiv 2303.11257, scaling factors of matmul.
@@ -312,8 +311,8 @@ def norm(features: int, size: int) -> Factors:
     """Return the factors of a layer, RMS, group or batch norm, with `bwd = (x, gain, bias)`.
 
     Scaling:
-        Forward 1, input gradient 1. Gain and bias are cut edges. Their gradients sum over the `size
-        / features` rows of an input of `size` elements, so their factor is `(features /
+        Output and input gradient have the factor 1. Gain and bias are cut edges. Their gradients
+        sum over the `size / features` rows of an input of `size` elements and have `(features /
         size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the input.
 
     References:

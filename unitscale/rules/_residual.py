@@ -36,9 +36,9 @@ def add(
     """Return the factors of `left + right`, with `bwd = (left, right)`.
 
     Scaling:
-        Forward `2^-1/2`. Before the constraint, a gradient has the factor `repeats^-1/2`, because
-        it sums that many cotangents (1 without broadcasting). The constraint includes broadcast
-        operands, because they need not be cut edges: take `x + mean(x)`.
+        The forward factor is `2^-1/2`. Before the constraint, a gradient has `repeats^-1/2`,
+        because it sums that many cotangents. The constraint includes broadcast operands, because
+        they need not be cut edges, as in `x + mean(x)`.
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition.
@@ -54,7 +54,7 @@ def weighted_add(weights: Sequence[float]) -> Factors:
     """Return the factors of `sum(w * x)`, with one (equal) backward factor per operand.
 
     Scaling:
-        Forward and backward `1 / norm(weights)`. Gradients are exact, as each is also multiplied by
+        All factors are `1 / norm(weights)`. Gradients are exact, because each is also multiplied by
         its operand's weight. Assumes independent unit operands.
 
     References:
@@ -87,13 +87,13 @@ def residual(tau: float) -> ResidualFactors:
     """Return the weights of `(tau * branch + skip) / (1 + tau^2)^1/2`.
 
     Scaling:
-        Branch `tau / (1 + tau^2)^1/2`, skip `1 / (1 + tau^2)^1/2`, for independent unit branch and
-        skip. The backward pass multiplies by them where the stream splits and not where it joins:
-        the total gradient stays exact, and gradients inside the branch are unit.
+        The weights are `tau / (1 + tau^2)^1/2` for the branch and `1 / (1 + tau^2)^1/2` for the
+        skip connection, both assumed independent and unit. The backward pass multiplies by them
+        where the stream splits, not where it joins: the total gradient stays exact, and gradients
+        inside the branch are unit.
 
     References:
-        Unit Scaling, arXiv 2303.11257, weighted addition.
-        u-muP, arXiv 2407.17465, appendix G.
+        Unit Scaling, arXiv 2303.11257, weighted addition; u-muP, arXiv 2407.17465, appendix G.
     """
     tau = positive_number("residual", "tau", tau)
     length = math.hypot(1.0, tau)
@@ -128,8 +128,7 @@ def residual_taus(
         attn_ratio: Weight of attention branches relative to MLP branches; only for "depth".
 
     References:
-        Unit Scaling, arXiv 2303.11257, residual schemes.
-        u-muP, arXiv 2407.17465, appendix G (the final residual scheme).
+        Unit Scaling, arXiv 2303.11257, residual schemes; u-muP, arXiv 2407.17465, appendix G.
     """
     check_choice("unitscale.rules.residual_taus", "scheme", scheme, RESIDUAL_SCHEMES)
     check_sizes("residual_taus", num_branches=num_branches)

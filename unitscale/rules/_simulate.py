@@ -89,10 +89,10 @@ def simulate(
     """Estimate the ideal factors of a function by simulation.
 
     Scaling:
-        Forward `1 / std(fn(x))`, and for each floating argument backward `1 / RMS` of its gradient,
-        over all elements and draws, with arguments and cotangent drawn from N(0, 1). A scalar
-        result is a loss, with forward factor 1 and cotangent 1, so its gradient includes the 1 / N
-        of a mean. Intervals are Student's t intervals of the mean squares of the draws.
+        The forward factor is `1 / std(fn(x))`, and that of each floating argument `1 / RMS` of its
+        gradient, over all elements and draws, with arguments and cotangent drawn from N(0, 1). A
+        scalar result is a loss: factor and cotangent are 1, so the gradient includes the 1 / N of a
+        mean. Intervals are Student's t intervals of the mean squares of the draws.
 
     Args:
         fn: Differentiable function of arrays that returns one floating array.

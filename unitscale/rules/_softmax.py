@@ -28,11 +28,12 @@ def softmax(
     """Return the factors of `softmax(mult * x)`, with `bwd = (x,)`.
 
     Scaling:
-        For `n = axis_size` entries, forward `1 / std(p)`. The mean of p is exactly `1 / n`, so
-        `var(p) = E[sum p^2] / n - 1 / n^2`. Before the constraint, backward `1 / RMS(dx)`. With `dx
-        = mult * p * (g - sum(p g))` and unit g, its mean square is `mult^2 / n * E[sum p^2 - 2 p^3
-        + (sum p^2)^2]`. The expectations over independent unit normal logits are exact. For large n
-        the factors approach `n / (e^(mult^2) - 1)^1/2` and `n e^(-mult^2 / 2) / mult`.
+        For `n = axis_size` entries, the forward factor is `1 / std(p)`. The mean of p is exactly `1
+        / n`, so `var(p) = E[sum p^2] / n - 1 / n^2`. Before the constraint, the backward factor is
+        `1 / RMS(dx)`. With `dx = mult * p * (g - sum(p g))` and unit g, the mean square of dx is
+        `mult^2 / n * E[sum p^2 - 2 p^3 + (sum p^2)^2]`. Expectations over independent unit normal
+        logits are exact. For large n the factors approach `n / (e^(mult^2) - 1)^1/2` and `n
+        e^(-mult^2 / 2) / mult`.
 
     Example:
         >>> round(softmax(4096).fwd / 4096, 3)
@@ -58,14 +59,13 @@ def softmax_cross_entropy(vocab: int, *, mult: float = 1.0) -> Factors:
     """Return the factors of the softmax cross entropy of `mult * logits`, `bwd = (logits,)`.
 
     Scaling:
-        Forward 1. The gradient of one example's loss is `mult * (p - y)`. For uniform `p` over `V =
-        vocab` classes (at least 2) its mean square is `mult^2 (V - 1) / V^2`, so the backward
-        factor is `V / ((V - 1)^1/2 * mult)`. Assumes small logits, like those of `readout` at
-        initialization, and an op that omits the `1 / N` of a mean in the backward pass.
+        The forward factor is 1. The gradient of one example's loss is `mult * (p - y)`. For uniform
+        `p` over `V = vocab` classes (at least 2) its mean square is `mult^2 (V - 1) / V^2`, so the
+        backward factor is `V / ((V - 1)^1/2 * mult)`. Assumes small logits, like those of `readout`
+        at initialization, and an op that omits the `1 / N` of a mean in the backward pass.
 
     References:
-        Unit Scaling, arXiv 2303.11257, softmax cross entropy.
-        u-muP, arXiv 2407.17465, the multiplier of the loss softmax.
+        Unit Scaling, arXiv 2303.11257, softmax cross entropy; u-muP, arXiv 2407.17465 (`mult`).
     """
     check_sizes("softmax_cross_entropy", vocab=vocab)
     mult = positive_number("softmax_cross_entropy", "mult", mult)
@@ -80,8 +80,8 @@ def mse_loss() -> Factors:
     """Return the factors of the mean squared error, with `bwd = (pred, target)`.
 
     Scaling:
-        Forward 1. The gradient `2 (pred - target)` of one squared error has RMS `8^1/2` for
-        independent unit values, so both backward factors are `8^-1/2`. The op omits the mean's 1/N.
+        The forward factor is 1. The gradient `2 (pred - target)` of a squared error has RMS `8^1/2`
+        for unit values, so both backward factors are `8^-1/2`. The op omits the 1/N of the mean.
 
     References:
         Unit Scaling, arXiv 2303.11257, the unit-variance rule.
@@ -93,12 +93,13 @@ def mixture(experts: int, top_k: int, *, mult: float = 1.0, renormalize: bool = 
     """Return the factors of the sum of the chosen experts' outputs, weighted by their gates.
 
     Scaling:
-        `bwd = (expert's output, gate, expert's input)`. Forward `c = E[sum g^2]^-1/2` over the
-        gates g of a token, exact for independent unit normal logits. The gradient of the gates is
-        exact, with factor `c`. The cotangent of an expert's output, `c g dy`, has RMS `k^-1/2` for
-        `k = top_k`. A further `k^1/2` makes gradients inside the experts unit, and `k^-1/2` on the
-        gradient of the expert's input cancels it. With `renormalize` gates are the softmax over the
-        chosen experts, otherwise entries of the softmax over all. Assumes independent unit outputs.
+        `bwd = (expert's output, gate, expert's input)`. The forward factor is `c = E[sum g^2]^-1/2`
+        over the gates g of a token, exact for independent unit normal logits. The gates have the
+        same factor, so their gradient is exact. The cotangent of an expert's output, `c g dy`, has
+        RMS `k^-1/2` for `k = top_k`. A further `k^1/2` makes gradients inside the experts unit, and
+        `k^-1/2` on the gradient of the expert's input cancels it. With `renormalize` gates are the
+        softmax over the chosen experts, otherwise entries of the softmax over all. Assumes
+        independent unit outputs.
 
     Example:
         >>> round(mixture(8, 2).fwd, 2)
@@ -127,13 +128,13 @@ def router(
     """Return the factors of the matmul that computes router logits, with `bwd = (x, kernel)`.
 
     Scaling:
-        Forward `in^-1/2`, constrained together with the input gradient (ideally `experts^-1/2`),
-        because the experts use the tokens too. The gradient of a gate is `c <f, dy>`, with c the
-        forward factor of `mixture`. Its RMS is `c out^1/2` for unit outputs f and cotangents dy,
-        where out is `out_features`, by default `in_features`. The mean square of a logit's gradient
-        is then `(c mult)^2 out / experts * E[sum g^2 - 2 g^3 + (sum g^2)^2]`. The kernel is a cut
-        edge: its gradient has the inverse root of that, times `tokens^-1/2`. If the gates are
-        constant, it has `tokens^-1/2`.
+        The forward factor `in^-1/2` is constrained together with the input gradient's, ideally
+        `experts^-1/2`, because the experts use the tokens too. The gradient of a gate is `c <f,
+        dy>`, with c the forward factor of `mixture`. Its RMS is `c out^1/2` for unit outputs f and
+        cotangents dy, where out is `out_features`, by default `in_features`. The mean square of a
+        logit's gradient is then `(c mult)^2 out / experts * E[sum g^2 - 2 g^3 + (sum g^2)^2]`. The
+        kernel is a cut edge: its factor is the inverse root of that, times `tokens^-1/2`, or
+        `tokens^-1/2` if the gates are constant.
 
     References:
         Mixtral: Jiang et al., 2024, arXiv 2401.04088, equations 1 and 2.
