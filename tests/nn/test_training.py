@@ -384,7 +384,7 @@ def test_a_loss_that_is_a_scaled_array_is_taken_by_its_value(has_aux: bool) -> N
     expected, wanted = nnx.jit(by_value)(model, x)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert isinstance(value, jax.Array)
-    with pytest.raises(ValueError, match=r"models by unitscale\.nn\.value_and_grad"):
+    with pytest.raises(ValueError, match=r"models with unitscale\.nn\.value_and_grad"):
         nnx.value_and_grad(by_operators, has_aux=has_aux)(model, x)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -51,7 +51,7 @@ def unpack(
     if data is None or not is_floating(data):
         raise TypeError(
             f"unitscale.ops.{op}: {name} must be a floating array or a ScaledArray; got "
-            f"{getattr(data, 'dtype', type(x).__name__)}. Cast it first, for example by astype."
+            f"{getattr(data, 'dtype', type(x).__name__)}. Cast it first, for example with astype."
         )
     if scale is None or uniform is None:
         return data, scale

@@ -49,7 +49,7 @@ def elementwise(
     if std == 0:
         raise ValueError(
             f"unitscale.rules.elementwise: {_name(f)} is constant on unit normal inputs "
-            f"(mult={mult}), so no factor makes its output unit."
+            f"(mult={mult}), so no factor gives it RMS 1."
         )
     output, x = constrain(constraint, 1 / std, 1 / (slope or std))
     return Factors(output, (x,))
@@ -72,7 +72,7 @@ def glu(
     if rms == 0:
         raise ValueError(
             f"unitscale.rules.glu: {_name(f)} is zero on unit normal inputs (mult={mult}), so no "
-            "factor makes its output unit."
+            "factor gives it RMS 1."
         )
     output, x, gate = constrain(constraint, 1 / rms, 1 / rms, 1 / (slope or rms))
     return Factors(output, (x, gate))

@@ -183,7 +183,7 @@ def _factor(
         )
     if mean <= 8 * float(np.finfo(np.float32).eps) ** 2 * noise or mean == 0:
         raise ValueError(
-            f"{where}: {what} is constant for unit normal inputs, so no factor makes it unit"
+            f"{where}: {what} is constant for unit normal inputs, so no factor gives it RMS 1"
         )
     freedom = squares.size - 1
     quantile = _NORMAL + (_NORMAL**3 + _NORMAL) / (4 * freedom)
