@@ -111,7 +111,7 @@ def value_and_grad(
     *,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad`, with gradients with respect to the values of ScaledArrays.
+    """Differentiate like `jax.value_and_grad`, with respect to the values of ScaledArrays.
 
     Scaling:
         value = data * scale, with the scale held constant. The gradient with respect to the value
@@ -167,7 +167,7 @@ def grad(
     *,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Like `jax.grad`, with gradients with respect to the values of ScaledArrays.
+    """Differentiate like `jax.grad`, with respect to the values of ScaledArrays.
 
     Scaling, arguments and errors are those of `value_and_grad`.
 

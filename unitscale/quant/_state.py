@@ -173,7 +173,7 @@ def check_state(owner: str, config: MatmulConfig | None, state: QuantState | Non
         if strategy is not None and is_stateful(strategy):
             raise ValueError(
                 f"unitscale.quant.{owner}: {strategy!r} keeps its scales in a state; give "
-                "state=QuantState.create(strategy), or use a layer or nn.DotGeneral, which hold a state"
+                "state=QuantState.create(strategy), or use a layer or nn.DotGeneral, which hold one"
             )
     elif not isinstance(state, QuantState):
         raise TypeError(
