@@ -348,7 +348,7 @@ _SPREAD = 0x9E3779B9
 def rounding_noise(key: Any, shape: tuple[int, ...]) -> jax.Array:
     """Return 32 random bits for each entry: a hash of its index and of two words from the key.
 
-    ``key`` is a `jax.random` key, or a tuple of two uint32 scalars, which are then the words.
+    ``key`` is a `jax.random` key, or the two words themselves: a tuple of two uint32 scalars.
 
     `jax.random` needs about a hundred integer operations per word, which on a GPU take longer than
     the rest of an optimizer step. The hash is `lowbias32`, a bijection, with the second word mixed

@@ -176,7 +176,7 @@ class ScaledArray:
         children, aux = self.tree_flatten_with_keys()
         return ScaledArray.tree_unflatten, (aux, [child for _, child in children])
 
-    # -- facts -------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------
 
     @property
     def scale(self) -> Scale:

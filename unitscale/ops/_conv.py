@@ -97,7 +97,7 @@ def conv_transpose(
 
 
 def _convolve(op, x, kernel, bias, how, padding, groups, constraint, config, state) -> ScaledArray:
-    """Implement both convolutions; ``how`` names and holds strides and dilations."""
+    """Implement both convolutions; ``how`` has (name, value) pairs of strides and dilations."""
     rank = getattr(x, "ndim", 0) - 2
     data, x_scale = unpack(op, "x", x, tuple(range(1, rank + 2)))
     w, w_scale = unpack(op, "kernel", kernel, ...)

@@ -120,8 +120,8 @@ def token_gradients(
 ) -> jax.Array:
     """Return the gradient of each token's loss with respect to its logits, in float32.
 
-    The gradient of a token sums to 0 over its logits. Rounding to nearest in 8 bits would bias that
-    sum and shift all logits over thousands of steps. ``mantissa_bits`` adds dither to prevent this.
+    The gradient of a token sums to 0 over its logits. Rounding it to nearest in 8 bits would bias
+    that sum and shift all logits over thousands of steps. With ``mantissa_bits`` it is dithered.
     """
     hits = labels[..., None] == lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
     grad = jnp.exp(z - norm.largest[..., None] - norm.log_total[..., None])

@@ -283,7 +283,7 @@ def mixture(
 
     Args:
         fn: ``fn(rows, params, groups)`` applies the experts to rows (tokens * top_k, features)
-            that are sorted by expert. Build it from `grouped_dense` and functions of single rows.
+            that are sorted by expert. Use `grouped_dense`, and functions of each row.
         x: (..., features), floating: the same tokens, in the same order, as given to `route`.
         routing: the result of `route`.
         params: pytree of arrays whose first dimension is the expert. Inside `jax.shard_map` over

@@ -279,7 +279,7 @@ def unit_scaled(
 
     Args:
         fn: hashable function of arrays that returns one floating array. It runs in float32.
-        example: example arguments; of floating ones only the shapes matter.
+        example: example arguments; for floating arrays only the shapes matter.
         constraint: see `unitscale.ops`.
         cut: positions of arguments that are cut edges, such as weights.
         seeds: number of random draws.

@@ -142,7 +142,7 @@ def simple_rnn(
     """Apply the activation of a simple recurrent network, and return the new state.
 
     Scaling: elementwise(activation, (x + h) / 2^1/2), with (x + h + state) / 3^1/2 if residual. The
-    state is unit for an odd activation such as tanh. All gradients are exact.
+    state has RMS 1 for an odd activation such as tanh. All gradients are exact.
 
     Args:
         state: (..., features); the result has its dtype.

@@ -355,7 +355,7 @@ def _array(x: HloInstruction) -> str:
 def _unchanged(
     program: HloProgram, node: HloInstruction | None, until: str = ""
 ) -> HloInstruction | None:
-    """Skip instructions that keep values, back to one that computes them or has opcode `until`."""
+    """Go back past instructions that keep values, to one that computes them or is an `until`."""
     while node is not None and node.opcode in _UNCHANGED and node.opcode != until:
         node = program.operand(node, _UNCHANGED[node.opcode])
     return node

@@ -36,7 +36,7 @@ class Dynamic:
         granularity: "tensor" for one scale per tensor, or "channel" for one per row of activations
             and per output channel of weights, which multiply the matmul's result. With "channel"
             the cotangent is quantized separately for each backward matmul.
-        margin: powers of two to leave free above amax.
+        margin: headroom to leave above amax, in powers of two.
 
     References:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433, section 3.
@@ -62,7 +62,7 @@ class Delayed:
 
     Attributes:
         history: number of optimizer steps to remember.
-        margin: powers of two to leave free above amax.
+        margin: headroom to leave above amax, in powers of two.
         use: "max" for the largest entry of the history, or "latest".
     """
 
@@ -83,7 +83,7 @@ class Static:
     Attributes:
         scales: one power of two for all three tensors of a matmul, or (lhs, rhs, cotangent). None
             keeps them in a `QuantState`, where `calibrate` and a monitor can change them.
-        margin: powers of two that `calibrate` leaves free above amax.
+        margin: headroom that `calibrate` leaves above amax, in powers of two.
     """
 
     scales: Any = None

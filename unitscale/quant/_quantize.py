@@ -157,7 +157,7 @@ def quantize(
 
 
 def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
-    """Dequantize to the dtype of ``x``; finite values that rounding moved out of range saturate."""
+    """Dequantize to the dtype of ``x``. If rounding left its range, finite values saturate."""
     y = quantized.map_data(materialize).value
     largest = jnp.asarray(format_of(y.dtype).max, y.dtype)
     y = jnp.where(jnp.isfinite(x), jnp.clip(y, -largest, largest), y)

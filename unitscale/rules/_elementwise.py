@@ -61,9 +61,9 @@ def glu(
     """Return the factors of the gated linear unit `x * f(mult * gate)`, with `bwd = (x, gate)`.
 
     Scaling:
-        The factors of output and x are `1 / RMS(f(mult * gate))`, that of gate is `1 / RMS(d/dgate
-        f(mult * gate))`, for `gate ~ N(0, 1)`, before the constraint (x is the left operand, gate
-        the right). Assumes independent unit x and gate with zero mean.
+        The factors of output and x are `1 / RMS(f(mult * gate))`. The factor of gate is `1 /
+        RMS(d/dgate f(mult * gate))`. Both are for `gate ~ N(0, 1)`, before the constraint (left is
+        x, right is gate). Assumes independent unit x and gate with zero mean.
 
     References:
         u-muP, arXiv 2407.17465, unit-scaled gated SiLU.

@@ -69,10 +69,10 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
     unequal factors multiply the gradient by a constant. On others they change its direction.
 
     Scaling:
-        The arguments are the ideal factors. `to_output_scale` uses the output's factor for all;
-        `to_grad_input_scale` that of the only operand; `to_left_grad_scale` and
-        `to_right_grad_scale` that of one of two operands; `gmean`, `hmean` and `amean` the
-        geometric, harmonic and arithmetic mean of all; None changes nothing.
+        The arguments are the ideal factors. `to_output_scale` uses the output's factor for all,
+        `to_grad_input_scale` the factor of the only operand, `to_left_grad_scale` and
+        `to_right_grad_scale` the factor of the left or right operand; `gmean`, `hmean` and `amean`
+        use the geometric, harmonic or arithmetic mean of all factors. None changes nothing.
 
     Example:
         >>> constrain("gmean", 4.0, 1.0)
