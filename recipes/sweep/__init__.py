@@ -1,4 +1,4 @@
-"""Sweeps: every point of a grid of runs, of any recipe, each at its own best learning rate."""
+"""Sweeps: a learning-rate search at every point of a grid of runs, for any recipe."""
 
 from ._points import (
     Curve as Curve,

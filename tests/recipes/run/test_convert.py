@@ -145,11 +145,11 @@ def test_a_float32_run_goes_on_in_fp8_and_back(make_config: MakeConfig) -> None:
     whole = folder.with_name("whole")
     shutil.move(folder / "6", whole)
     with pytest.raises(
-        RecipeError, match=r"(?s)precision.policy: float32 -> fp8.*or --convert to go on in"
+        RecipeError, match=r"(?s)precision.policy: float32 -> fp8.*or --convert to resume in"
     ):
         go_on(*few)
     loss, said = go_on(*few, convert=True)
-    assert "the checkpoint of step 3 has other formats than the run; converting it" in said
+    assert "converting the checkpoint of step 3 to this config's formats" in said
     assert "resuming after step 3 of 6" in said
     assert loss != expected
     assert loss == pytest.approx(expected, rel=0.01)

@@ -135,6 +135,6 @@ def test_plots_an_rms_also_if_it_is_not_finite(tmp_path: Path) -> None:
     values = (1.5, 0.0, float("nan"), float("inf"))
     layers = {f"layers.{i}": jnp.float32(value) for i, value in enumerate(values)}
     reading = Reading(jnp.float32(2.0), layers, layers, layers)
-    path = plot_rms(tmp_path, {"at initialisation": reading, "after 3 steps": reading})
+    path = plot_rms(tmp_path, {"at initialization": reading, "after 3 steps": reading})
     assert path == tmp_path / "rms.png"
     assert ink(path) > 1000

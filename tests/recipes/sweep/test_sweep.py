@@ -118,7 +118,7 @@ def test_a_process_that_dies_costs_its_own_point(tmp_path) -> None:
     tasks = [(number, str(tmp_path)) for number in range(5)]
     ended = dict(each(tasks, 2, dies_at_two))
     assert set(ended) == set(tasks)
-    assert "its process was killed" in str(ended[2, str(tmp_path)])
+    assert "worker process was killed" in str(ended[2, str(tmp_path)])
     done = {int(path.name) for path in tmp_path.iterdir()}
     assert done >= {number for (number, _), error in ended.items() if error is None}
 
