@@ -116,11 +116,9 @@ def sweep(
     overrides = [word for word in words if "=" in word]
     paths = [word for word in words if "=" not in word]
     if not paths:
-        raise RecipeError(
-            "sweep: expected a config file; got none; name one such as configs/charlm/small.yaml"
-        )
+        raise RecipeError("sweep: expected a config file, such as configs/gpt/transfer.yaml")
     configs = [load_config(path, overrides) for path in paths]
-    from .sweep import sweep as run_sweep
+    from .sweep.search import sweep as run_sweep
 
     for config in configs:
         run_sweep(config, jobs=jobs, fresh=fresh, console=Console())

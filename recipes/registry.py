@@ -69,7 +69,7 @@ def load_config(
 
 
 def load_kind(kind: type[Kind], path: str | Path, overrides: Sequence[str] = ()) -> Kind:
-    """Read the config of a known recipe; see `load_config`."""
+    """Read a config of a known class; see `load_config`."""
     config = load_config(path, overrides)
     assert isinstance(config, kind), f"{path} is of recipe {config.recipe}"
     return config
@@ -99,19 +99,15 @@ def _read(path: Path) -> DictConfig:
         file = OmegaConf.create(text)
     if not isinstance(file, DictConfig) or not file:
         got = "nothing" if not file else "a list"
-        raise RecipeError(
-            f"config file {path}: expected a mapping of keys to values; got {got}; start from "
-            "configs/"
-        )
+        what = f"config file {path}: expected a mapping of keys to values; got {got}"
+        raise RecipeError(f"{what}; start from one in configs/")
     return file
 
 
 def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     key, equals, value = word.partition("=")
     if not equals or not key:
-        raise RecipeError(
-            f"override {word!r}: expected key=value, for example train.steps=100; add the '='"
-        )
+        raise RecipeError(f"override {word!r}: expected key=value, such as train.steps=100")
     mapping, entry = entry_of(key, schema)
     if (field := dict(valid_keys(schema)).get(mapping)) is None:
         raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")

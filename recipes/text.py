@@ -53,11 +53,7 @@ _ALPHABET = 1000  # most distinct characters of a trained WordPiece tokenizer
 
 
 def documents(config: DataConfig, row_end: str = "") -> Iterator[str]:
-    """Stream the documents of a config's texts, up to `max_bytes` of UTF-8 each.
-
-    Documents are rows, to which `row_end` is appended, or parts of text files by `data.documents`
-    and at most about `PIECE` characters.
-    """
+    """Stream the documents of a config's texts, up to `max_bytes` each; `row_end` ends rows."""
     for one in config.texts:
         left = one.max_bytes
         found = ((text, kind) for path, kind in _sources(one) for text in _read(path, kind, one))
@@ -89,10 +85,8 @@ def _sources(config: DataConfig) -> list[tuple[Path, str]]:
     files = sorted(filter(Path.is_file, found))
     if not files:
         none = f"has no {config.pattern} (data.pattern)" if path.is_dir() else "does not exist"
-        raise RecipeError(
-            f"data.path: {path} {none}; give a text file, a folder, a glob pattern that matches "
-            "files, or null for the Python standard library"
-        )
+        todo = "give a file, a folder, a glob pattern, or null for Python's standard library"
+        raise RecipeError(f"data.path: {path} {none}; {todo}")
     formats = _FORMATS if kind == "auto" else {}
     other = "text" if kind == "auto" else kind
     return [(file, formats.get(file.suffix.lower(), other)) for file in files]
@@ -107,10 +101,8 @@ def _read(path: Path, kind: str, config: DataConfig) -> Iterator[str]:
             return
         for number, text in enumerate(_rows(path, kind, config), 1):
             if not isinstance(text, str):
-                raise RecipeError(
-                    f"data.path: {path} row {number}: expected text in the field "
-                    f"{config.text_key!r}; got {clipped(text)}; set data.text_key to its field"
-                )
+                where = f"data.path: {path} row {number}: expected text in {config.text_key!r}"
+                raise RecipeError(f"{where}; got {clipped(text)}; set data.text_key to its field")
             yield text
     # pyarrow raises Python's own errors for missing or damaged files.
     except (ImportError, OSError, ValueError, KeyError) as error:
@@ -299,9 +291,9 @@ def train_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
         bpe = tokenizers.ByteLevelBPETokenizer(lowercase=lowercase)
         bpe.train_from_iterator(parts(), ids, special_tokens=[_ENDS[0]], **options)
         return tokenizers.Tokenizer.from_str(bpe.to_str())
-    # To make training deterministic, the trainer gets the characters inside words as special
-    # tokens, in order. Otherwise it would number them in random order, and it joins equally
-    # frequent pieces by number. The tokenizer built from its vocabulary has them as usual tokens.
+    # To make training deterministic, give the trainer the characters inside words as special
+    # tokens. Otherwise it numbers them in random order, and it joins equally frequent pieces by
+    # number. The tokenizer that is then made from its vocabulary has them as usual tokens.
     wordpiece = tokenizers.BertWordPieceTokenizer(lowercase=lowercase)
     counts: Counter[str] = Counter()
     inside: set[str] = set()
@@ -325,10 +317,8 @@ def train_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
 
 
 def tokenize(config: DataConfig, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens (tokens,) of a config's documents, memory-mapped from the cache.
-
-    Documents end with the tokenizer's `eos`. If it has none, rows end with a newline.
-    """
+    """Return the tokens (tokens,) of a config's documents, memory-mapped from the cache."""
+    # Documents end with `eos`. If the tokenizer has none, rows end with a newline.
     end = np.array([] if tokenizer.eos is None else [tokenizer.eos], tokenizer.dtype)
 
     def build(path: Path) -> None:
@@ -375,10 +365,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus(Data):
-    """One text or a mixture of texts, cut into windows of tokens.
-
-    Training windows start at any token; validation windows do not overlap.
-    """
+    """One text or a mixture of texts, cut into windows of tokens."""
 
     texts: Sequence[Text]
     sequence_length: int
@@ -390,10 +377,10 @@ class Corpus(Data):
             examples = self.examples(training=part == "train")
             for text, (source, *_) in zip(self.texts, examples, strict=True):
                 if not len(source):
+                    size = getattr(text, part).size
                     raise RecipeError(
-                        f"data.sequence_length: the {getattr(text, part).size} {part} tokens of "
-                        f"{text.path} are too few for {self.sequence_length}; use more text, a "
-                        "shorter data.sequence_length, or another data.validation_fraction"
+                        f"data.sequence_length: expected at most {size} {part} tokens, as in "
+                        f"{text.path}; got {self.sequence_length}; lower it, or add text"
                     )
 
     @property
@@ -431,7 +418,7 @@ class Corpus(Data):
         found = []
         for text in self.texts:
             tokens = text.train if training else text.validation
-            # Grain shuffles at most 2**32 elements.
+            # Training windows start at any token, but Grain shuffles at most 2**32 elements.
             stride = 1 + tokens.size // 2**32 if training else self.sequence_length
             source = windows(tokens, self.sequence_length + 1, stride)
             found.append(Examples(source, weight=text.weight))

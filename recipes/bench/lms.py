@@ -21,7 +21,7 @@ from ..errors import RecipeError, read_text, write_whole
 from ..finetune.data import read_squad
 from ..registry import CONFIGS, load_config
 from ..run.folder import CONFIG, is_run, run_folder
-from ..sweep import by_format, make_points, read_curves
+from ..sweep.points import by_format, make_points, read_curves
 from . import runs
 
 BOUNDS = {"float16": 0.002, "fp8": 0.007}

@@ -56,10 +56,8 @@ class BertDataConfig(DataConfig):
         if self.tokenizer.kind not in ("wordpiece", "file"):
             raise ValueError(f"tokenizer.kind must be wordpiece or file; got {self.tokenizer.kind}")
         if self.sequence_length < SPECIAL + 2:
-            raise ValueError(
-                f"sequence_length must be at least {SPECIAL + 2}, a token of each segment and "
-                f"{SPECIAL} special tokens; got {self.sequence_length}"
-            )
+            least, got = SPECIAL + 2, self.sequence_length
+            raise ValueError(f"sequence_length must be at least {least}; got {got}")
         return self
 
 

@@ -35,11 +35,9 @@ def head_constant(classes: int, rows: int, tokens: int, width: int) -> float:
 
 
 def rows_of(x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
-    """Select the rows (batch, n, width) of x (batch, time, width) at positions (batch, n).
-
-    Uses `ops.embed` on the table of all rows, so that their gradient has unit RMS though it is zero
-    at most of them, and is scaled like the gradient of a tied readout.
-    """
+    """Select the rows (batch, n, width) of x (batch, time, width) at positions (batch, n)."""
+    # `ops.embed` gives the gradient unit RMS over all rows of x, though it is zero at most of them,
+    # and scales it like that of a tied readout.
     batch, time, width = x.shape
     start = time * jnp.arange(batch)[:, None]
     with batch_size(positions.size):  # global counts, because devices also shard the table

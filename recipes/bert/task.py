@@ -49,11 +49,8 @@ class Vocabulary(NamedTuple):
     ) -> tuple[np.ndarray, ...]:
         """Replace up to `predictions` tokens: 80% by [MASK], 10% by random tokens, 10% unchanged.
 
-        `words` (time,) are rising numbers of the word of each token. Words are replaced as a whole,
-        and skipped if they no longer fit. Special tokens are never replaced.
-
-        Returns:
-          Ids (time,) with replacements; positions, targets and counts (predictions,).
+        `words` (time,) are rising numbers of each token's word; words are replaced as a whole.
+        Returns ids (time,) with replacements, and positions, targets and counts (predictions,).
         """
         places = np.flatnonzero(~self.special[ids])
         _, starts, sizes = np.unique(words[places], return_index=True, return_counts=True)

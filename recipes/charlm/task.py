@@ -145,8 +145,9 @@ def _mixer(config: CharlmModelConfig, length: int, options: dict[str, Any]) -> A
         cell = getattr(layers, names[config.cell])(width, width, **options)
         return nn.RNN(cell) if unit else Recurrent(cell)
     if unit:
-        sizes: Any = {"is_causal": True, "max_length": length}
-        return nn.MultiHeadAttention(config.heads, width, **sizes, **options)
+        return nn.MultiHeadAttention(
+            config.heads, width, is_causal=True, max_length=length, **options
+        )
     return Attention(width, config.heads, **options)
 
 

@@ -116,10 +116,8 @@ class PrecisionConfig(Section):
         if self.scalify and self.scaled_state:
             raise ValueError("scalify stores weights and moments itself; set both null")
         if matmuls is not None and (matmuls == "fp8") != (self.scalify is not None):
-            raise ValueError(
-                "matmuls fp8 needs scalify, and fp8_dynamic, fp8_delayed and qwix need scalify "
-                f"null; got matmuls {matmuls} and scalify {self.scalify}"
-            )
+            need = "scalify" if matmuls == "fp8" else "scalify null"
+            raise ValueError(f"matmuls {matmuls} needs {need}; got scalify {self.scalify}")
         return self
 
 
@@ -350,8 +348,7 @@ class RunConfig(Section):
             raise ValueError("precision.exchange needs mesh; got mesh null; set mesh.data")
         if precision.exchange and (mesh.fsdp * mesh.context * mesh.tensor > 1 or precision.scalify):
             raise ValueError(
-                "precision.exchange needs mesh.fsdp, context and tensor 1, and precision.scalify "
-                "null, so that parameters are whole on every device"
+                "precision.exchange needs mesh.fsdp, context and tensor 1, precision.scalify null"
             )
         parts = mesh.data * mesh.fsdp * self.data.micro_batches
         if self.data.batch_size % parts:

@@ -385,17 +385,14 @@ class LanguageConfig(RunConfig):
 def filled_from(
     tree: dict[str, Any], shape: dict[str, Any], tokenizer: Any, trained: Any = None
 ) -> dict[str, Any]:
-    """Fill in model and tokenizer from `init`; raise an error for keys of the file that differ.
-
-    The file may also give the settings, `trained`, with which the tokenizer was trained.
-    """
+    """Fill in model and tokenizer from `init`; raise an error if the file sets them differently."""
     model, data = tree.get("model") or {}, tree.get("data") or {}
     if not isinstance(data, dict) or not isinstance(model, dict):
         return tree  # validation will report it
     free = {"dropout", "remat", "attention_implementation"}  # may differ: they change no weights
     own = {key: model[key] for key in model if key in free or key not in shape}
     given = {f"model.{key}": (model[key], shape[key]) for key in model.keys() - own.keys()}
-    if not _agrees(data.get("tokenizer"), trained):
+    if not _agrees(data.get("tokenizer"), trained):  # else the file repeats the training settings
         given["data.tokenizer"] = data.get("tokenizer"), tokenizer
     for key, (value, wanted) in sorted(given.items()):
         if not _agrees(value, wanted):

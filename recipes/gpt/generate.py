@@ -45,19 +45,14 @@ def draw(logits: jax.Array, key: jax.Array, temperature: Any, top_k: int | None)
 
 
 class Writer(NamedTuple):
-    """A model that continues text, with its tokenizer.
-
-    `context` is the longest sequence that the model accepts. Prompts get the ids `start` in front
-    unless they begin with them. Sampling one of `ends` ends the text. The model reads only what
-    follows the last `document_end` of a prompt.
-    """
+    """A model that continues text, with its tokenizer."""
 
     model: nnx.Module
     tokenizer: Tokenizer
-    context: int
-    start: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
-    document_end: int | None = None
+    context: int  # length of the longest sequence
+    start: tuple[int, ...] = ()  # ids to put before prompts
+    ends: tuple[int, ...] = ()  # ids after which to stop
+    document_end: int | None = None  # the model reads only what follows the last one in a prompt
 
     @classmethod
     def of_run(cls, model: Any, tokenizer: Tokenizer, context: int) -> Self:
@@ -66,11 +61,7 @@ class Writer(NamedTuple):
         return cls(model, tokenizer, context, ends=() if end is None else (end,), document_end=end)
 
     def __call__(self, prompt: str, *, echo: bool = True, **options: Any) -> str:
-        """Continue a text by `tokens` tokens, or until one of `ends` is sampled.
-
-        When the context is full, generation goes on with its second half as the prompt. Options:
-        `tokens`, `seed`, `temperature` (0 takes the likeliest token) and `top_k`.
-        """
+        """Continue a text; options: `tokens`, `seed`, `temperature` (0: no sampling), `top_k`."""
         ids = self._encoded(prompt)
         return self.tokenizer.decode([*ids[: ids.size if echo else 0], *self._new(ids, **options)])
 
@@ -108,6 +99,7 @@ class Writer(NamedTuple):
             ends = np.flatnonzero(ids == self.document_end)
             start = ends[-1] + 1 if ends.size else 0
             visible = ids[min(start, ids.size - 1) :][-most:]  # the end itself if nothing follows
+            # When the context is full, continue with its second half as the prompt.
             room, most = context - visible.size, max(1, context // 2)
             logits, cache = _read(graphdef, state, visible[None], room)
             for one in jax.random.split(draws, room):

@@ -67,15 +67,12 @@ class GPT(nnx.Module):
     def _states(
         self, x: Any, ids: jax.Array, *, deterministic: bool, cache: Cache | None = None
     ) -> tuple[Any, Cache | None]:
-        """Compute the readout's inputs (batch, time, width) from embeddings, and the new cache.
-
-        With a cache, `document_end` is ignored: a cache holds a single document.
-        """
+        """Compute the readout's inputs (batch, time, width) from embeddings, and the new cache."""
         if self.positions is not None:
             start = 0 if cache is None else cache[0].length
             x = self.positions(x, start + jnp.arange(ids.shape[1]))
         x = self.dropout(x, deterministic=deterministic)
-        if cache is None:
+        if cache is None:  # else all ids are in one document
             mask, end = None, self.config.document_end
             if end is not None:
                 # True for pairs of ids in the same document, including the id that ends it.
@@ -157,10 +154,8 @@ def load_data(config: GPTConfig) -> Corpus:
     """Read the text of a config, and check `model.document_end`."""
     corpus, end = load_corpus(config.data, config.model.vocab), config.model.document_end
     if end not in (None, corpus.tokenizer.eos):
-        raise RecipeError(
-            f"model.document_end: expected the id with which the tokenizer ends documents, "
-            f"{corpus.tokenizer.eos}; got {end}; set it to that id, or null if there is none"
-        )
+        wanted = f"expected the tokenizer's end of documents, {corpus.tokenizer.eos}; got {end}"
+        raise RecipeError(f"model.document_end: {wanted}; correct it")
     return corpus
 
 

@@ -85,10 +85,8 @@ def load_data(config: ImagesConfig) -> ImageData:
     train, test = (_load_split(folder, split) for split in ("train", "t10k"))
     classes = int(train.labels.max()) + 1
     if test.labels.max() >= classes:
-        raise RecipeError(
-            f"data.folder: expected test labels from 0 to {classes - 1}, as in the training data; "
-            f"got {test.labels.max()}; give the folder of one data set"
-        )
+        wanted = f"expected test labels from 0 to {classes - 1}, as in the training data"
+        raise RecipeError(f"data.folder: {wanted}; got {test.labels.max()}; correct the files")
     sample = train.images[:: -(-len(train.images) // _STATISTICS)].astype(np.float64)
     mean, deviation = float(sample.mean()), float(sample.std()) or 1.0
     return ImageData(train, test, classes, mean, deviation, config.data.batch_size)
@@ -106,11 +104,7 @@ def _load_split(folder: Path, split: str) -> Split:
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """Read an idx file of bytes, or its gzip-compressed version with .gz after the name.
-
-    The format: bytes 0, 0, 8 and the number of axes; each axis's length as a big-endian 32-bit
-    integer; the elements.
-    """
+    """Read an idx file of bytes, or its .gz: 0, 0, 8, number of axes, big-endian lengths, data."""
     path = path if path.exists() else path.with_name(f"{path.name}.gz")
     try:
         with refused(f"data.folder: {path} cannot be read", "give the folder of the four files"):

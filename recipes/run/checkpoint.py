@@ -109,10 +109,7 @@ class Checkpoints:
             ) from error
 
     def restore(self, like: Any, say: Callable[[str], None] = print) -> Restored | None:
-        """Read the newest undamaged checkpoint; move damaged ones aside.
-
-        The result has the structure of the tree `like`, or of `like(facts)` if it is a function.
-        """
+        """Read the newest undamaged checkpoint, structured as `like` or `like(facts)`."""
         self.wait()
         steps = saved_steps(self._run)[::-1]
         for step in steps:

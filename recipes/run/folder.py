@@ -64,10 +64,8 @@ def locked(config: RunConfig) -> Iterator[None]:
         try:
             lock.acquire()
         except filelock.Timeout:
-            raise RecipeError(
-                f"name: another process is training in {folder}; wait for it, stop it, or change "
-                "name"
-            ) from None
+            todo = "wait for it, stop it, or change name"
+            raise RecipeError(f"name: another process is training in {folder}; {todo}") from None
         except NotImplementedError:
             pass  # a file system without locks
     try:

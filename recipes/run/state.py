@@ -361,10 +361,7 @@ def take_weights(
     needed: Collection[str] | None = None,
     wanted: Collection[str] = (),
 ) -> None:
-    """Copy a run's parameters into a model, by top-level part.
-
-    Parts in `needed` (None: all parts) must fit; parts in `wanted` are copied if the run has them.
-    """
+    """Copy a run's parameters to parts of a model: `needed` (None: all), `wanted` if present."""
     # Load arrays even if the caller is tracing, for example to get shapes.
     with jax.ensure_compile_time_eval():
         _, state = load_trained(run, lambda message: None)

@@ -192,10 +192,7 @@ def advance(
     stop: int,
     watch: Watch | None = None,
 ) -> TrainState:
-    """Run the steps from `start` to `stop`.
-
-    After each, `watch` returns the state to continue with, or None to stop.
-    """
+    """Run steps `start` to `stop`; `watch` returns the state to continue with, or None to stop."""
     for index in range(start, stop):
         batch = next(batches)
         state, values = step(state, batch, np.int32(index))

@@ -98,7 +98,7 @@ def test_evaluate_on_another_text(trained: Path, tmp_path: Path, capsys: Capture
     assert main(["evaluate", str(trained)]) == 0
     assert capsys.readouterr().out not in other
     note, _ = other.splitlines()
-    assert note == "the data is not what the run was trained on: its loss there is another"
+    assert note == "this is not the data that the run was trained on; its loss differs"
 
 
 # arguments after the config, and what standard error has to say

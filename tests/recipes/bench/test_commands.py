@@ -14,7 +14,7 @@ import pytest
 from recipes.bench import fuzz, lms, parallel, parity, runs, step
 from recipes.cli import main
 from recipes.finetune.config import FinetuneConfig
-from recipes.sweep import Curve
+from recipes.sweep.points import Curve
 from tests.recipes.masked import write_bert
 from tests.recipes.tasks import FILES, write_tasks
 from unitscale import ScaledArray

@@ -16,7 +16,7 @@ from recipes.recipe import loss_inputs
 from recipes.registry import load_config
 from recipes.run.folder import read_metrics
 from recipes.run.state import init_state
-from recipes.sweep import make_points
+from recipes.sweep.points import make_points
 from tests.gradients import jit
 from unitscale import rules
 

@@ -118,7 +118,7 @@ def test_the_tokenizer_is_the_run_s(make_config: MakeConfig, text_file: Path) ->
 
 
 WRONG = {
-    "model.width=32": r"model\.width: expected 16, that of init .*; got 32; remove it",
+    "model.width=32": r"model\.width: expected 16, as in init .*; got 32; remove it",
     "model.residual={scheme: fixed}": r"model\.residual: expected \{.*got \{'scheme': 'fixed'\}",
     "data.tokenizer={kind: bpe}": r"data\.tokenizer: expected .*'byte'.* got .*'bpe'\}; remove it",
     "data.sequence_length=64": r"model\.context must be at least .*; got 16 and 64",

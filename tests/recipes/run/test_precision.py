@@ -51,7 +51,7 @@ MISTAKES = [
     (("precision.rounding=stochastic",), "rounding stochastic needs weights or moments"),
     (("precision=scalify_float16", "precision.weights=float16"), "scalify stores weights"),
     (("precision.matmuls=fp8",), "matmuls fp8 needs scalify"),
-    (("precision=scalify_float16", "precision.matmuls=qwix"), "need scalify null"),
+    (("precision=scalify_float16", "precision.matmuls=qwix"), "needs scalify null"),
     (("precision.frozen=float8_e4m3fn",), r"precision\.frozen needs lora"),
     (("precision.exchange=float32",), r"precision\.exchange needs mesh"),
     (("precision.loss_scale=dynamic", "optimizer.skip_nonfinite=1"), "loss_scale dynamic needs"),

@@ -15,8 +15,9 @@ from recipes.recipe import recipe_of
 from recipes.run.pool import each
 from recipes.run.state import init_state
 from recipes.run.step import advance, make_evaluation, make_train_step, mean_loss
-from recipes.sweep import _sweep as module, append_row, read_rows, sweep
-from recipes.sweep._sweep import Trials, missing
+from recipes.sweep import search as module
+from recipes.sweep.points import append_row, read_rows
+from recipes.sweep.search import Trials, missing, sweep
 from recipes.train import train
 
 from ..characters import make, write

@@ -50,10 +50,7 @@ def in_words(values: dict[str, Any]) -> str:
 def make_points(config: RunConfig) -> list[Point]:
     """Return all points of a config's grid, except those that `sweep.when` leaves out."""
     if config.mesh or config.precision.monitor is not None:
-        raise RecipeError(
-            "sweep: expected mesh null and precision.monitor null, as the runs of a sweep share a "
-            "device and are not monitored; set both null"
-        )
+        raise RecipeError("sweep: mesh and precision.monitor are not supported; set both null")
     grid, when = config.sweep.grid, config.sweep.when
     _check_keys("sweep.grid", grid, config, (*_OWN, RATE))
     for words, settings in when.items():
@@ -72,10 +69,8 @@ def _check_keys(where: str, keys: Any, config: RunConfig, taken: tuple[str, ...]
         if entry_of(key, schema)[0] not in dict(valid_keys(schema)):
             raise RecipeError(f"{where}: {unknown_key(key, schema)}")
         if any(key == own or key.startswith(f"{own}.") for own in taken):
-            raise RecipeError(
-                f"{where}: {key} cannot be set here: the grid has it, or the sweep sets it itself "
-                f"(seeds by sweep.seeds, rates around {RATE}); remove it"
-            )
+            todo = "remove it, as the sweep or its grid sets it (seeds: set sweep.seeds)"
+            raise RecipeError(f"{where}: {key} cannot be set here; {todo}")
 
 
 def _conditions(words: str) -> dict[str, Any]:
@@ -101,10 +96,8 @@ def _make_point(config: RunConfig, values: dict[str, Any]) -> Point | None:
         run = type(config).model_validate(OmegaConf.to_container(tree))
     except ValidationError as error:
         problem = next(describe_problems(error.errors(), type(config)))
-        raise RecipeError(
-            f"sweep.grid: the point {in_words(values)} is not valid: {problem}; change the grid, "
-            "or add to sweep.when"
-        ) from error
+        what = f"sweep.grid: the point {in_words(values)} is not valid: {problem}"
+        raise RecipeError(f"{what}; change sweep.grid or sweep.when") from error
     return Point(values, further, run.settled)
 
 

@@ -24,7 +24,7 @@ from ..run.folder import locked, open_run, other_data
 from ..run.pool import each, message_of
 from ..run.state import TrainState, init_state, make_optimizer
 from ..run.step import advance, make_evaluation, make_train_step
-from ._points import Point, Row, append_row, key_of, make_points, read_rows, report
+from .points import Point, Row, append_row, key_of, make_points, read_rows, report
 
 
 def sweep(
