@@ -1,4 +1,4 @@
-"""Gradients against finite differences: the proof that unit scaling changes no direction.
+"""Compare gradients with finite differences, to show that unit scaling keeps their direction.
 
 A unit-scaled model may multiply the gradient of each parameter by a positive constant of its own,
 and do nothing else to it. `check` compares a gradient with central differences of the same forward
@@ -23,12 +23,12 @@ _COARSE = 1e-3
 
 
 def jit(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit` for programs that run once: compiling them takes longer than running them."""
+    """`jax.jit` without optimizations, for programs that run once."""
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
 
 
 class WrongGradient(AssertionError):
-    """A gradient that is no positive constant times the true one."""
+    """A gradient that is not a positive constant times the true one."""
 
 
 def check(
@@ -39,7 +39,7 @@ def check(
     zero: Collection[str] = (),
     gradient: Any = None,
 ) -> dict[str, float]:
-    """Checks the gradient of every leaf and returns its constant: ours over the true one.
+    """Check the gradient of every leaf; return the constants (gradient over true gradient).
 
     Args:
         loss: scalar function of a tree of floating arrays of one dtype, deterministic.
@@ -108,7 +108,7 @@ def _rounding(dtype: Any) -> float:
 
 
 def _difference(moved: Callable, direction: np.ndarray, dtype: Any) -> tuple[float, float]:
-    """The derivative along a unit vector from four points, and a bound on its error.
+    """Estimate the derivative along a unit vector from four points, with an error bound.
 
     The estimates at two steps differ by more than the truncation error of their extrapolation.
     """

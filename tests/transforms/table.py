@@ -1,4 +1,4 @@
-"""Everyday functions: what users of `jax.numpy`, `jax.nn`, `jax.lax`, `jax.random` write.
+"""Common functions of `jax.numpy`, `jax.nn`, `jax.lax` and `jax.random`.
 
 A function is an expression; its arguments are the names of `ARGUMENTS` in it. `f.{g h}(A)` stands
 for two, and a bar between two. All are drawn once, and scaled.
@@ -51,7 +51,7 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 class Entry(NamedTuple):
-    """One function of the table; ``steps`` is the tolerance in units of float32's epsilon."""
+    """One function of the table; `steps` is the tolerance in units of float32's epsilon."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Character models: configs, every shape of them, and a run of one."""
+"""Character models: configs, all kinds of models, and a training run."""
 
 import math
 from typing import Any
@@ -144,7 +144,7 @@ def test_parameters_of_a_unit_model_learn_at_rates_of_their_role(tmp_path) -> No
 
     @jit
     def first() -> Any:
-        """Adam's first update is 1 wherever there is a gradient, but for 1 - b2 in float32."""
+        """Adam's first update is 1 for nonzero gradients, up to the rounding of 1 - b2."""
         _, rule, state = init_state(config)
         grads = jax.tree.map(lambda p: jnp.full_like(p, 1e4), state.params)  # beside eps
         return rule.update(grads, state.opt_state, state.params)[0]

@@ -1,4 +1,4 @@
-"""Configs and commands; every format trains, stores and multiplies what it says."""
+"""Configs and commands of recipe images; formats of storage and matmuls."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -36,13 +36,13 @@ FORMATS = {
 
 @pytest.fixture
 def make(tmp_path: Path) -> MakeConfig:
-    """The tiny config with overrides."""
+    """Load the tiny config with overrides."""
     path = write_config(tmp_path)
     return lambda *overrides: load_kind(ImagesConfig, path, overrides)
 
 
 def first_step(config: ImagesConfig) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
-    """The step of a config, the state before it, and a batch."""
+    """Return the step of a config, the state before it, and a batch."""
     graphdef, optimizer, state = init_state(config)
     step = make_train_step(graphdef, optimizer, config)
     return step, state, next(task.load_data(config).training(0))

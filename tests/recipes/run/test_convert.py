@@ -1,4 +1,4 @@
-"""A run goes on in other number formats, and back, and on other devices."""
+"""Resuming a run in other number formats, back again, and on other devices."""
 
 import itertools
 import shutil
@@ -79,7 +79,7 @@ STRATEGIES = {
 
 
 def test_scales_are_carried_within_a_strategy(make_config: MakeConfig) -> None:
-    """Those of another are not: they would be frozen, or of a history of another length."""
+    """Scales of another strategy are not copied: they might never move, or have another history."""
     made = {}
     for name, words in STRATEGIES.items():
         config = make_config(*OURS, *words)

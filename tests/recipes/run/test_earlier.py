@@ -1,4 +1,4 @@
-"""A run starts from the weights of an earlier one, on another text and in other formats."""
+"""Starting a run from the weights of an earlier run, with another text and other formats."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ def values(state: Any) -> dict[tuple[Any, ...], np.ndarray]:
 
 
 def kept(config: RunConfig) -> tuple[str, dict[tuple[Any, ...], np.ndarray]]:
-    """The folder of a run that is saved untrained, and its weights."""
+    """Save an untrained run; return its folder and weights."""
     run = open_run(config)
     state = untrained(config, run)
     return str(run), values(state.params)

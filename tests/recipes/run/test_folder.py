@@ -1,4 +1,4 @@
-"""A run's folder belongs to one config, and nothing in it is ever deleted."""
+"""The folder of a run accepts one config only, and no file in it is deleted."""
 
 from collections.abc import Callable
 from pathlib import Path

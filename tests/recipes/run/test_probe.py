@@ -1,4 +1,4 @@
-"""The probe measures what JAX computes, layer by layer, leaves the model as it was, and plots."""
+"""The probe measures each layer without changing the model; plots."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from recipes.run.probe import Reading, plot_loss, plot_rms, probe
 
 
 class Toy(nnx.Module):
-    """Two linear layers; the loss is the mean of the outputs times the targets."""
+    """Two linear layers with the loss mean(output * target)."""
 
     def __init__(self):
         self.first = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
@@ -116,7 +116,7 @@ def test_names_a_weight_gradient_that_is_not_finite() -> None:
 
 
 def ink(path: Path) -> int:
-    """The number of pixels that are not white."""
+    """Count the pixels that are not white."""
     return int((matplotlib.image.imread(path)[..., :3].min(-1) < 0.9).sum())
 
 

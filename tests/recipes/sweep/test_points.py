@@ -1,4 +1,4 @@
-"""The points of a grid, the rows of their runs, and what is made of them."""
+"""The points of a grid, the results of their runs, and summaries."""
 
 import json
 import math
