@@ -95,7 +95,7 @@ def _train(settings: RunConfig, fresh: bool, convert: bool, *processes: Any) -> 
 
         with joined(*processes):
             outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
-    except KeyboardInterrupt:  # not in the training loop, which saves a checkpoint and stops
+    except KeyboardInterrupt:  # outside of the training loop, which handles signals itself
         *_, step = 0, *saved_steps(run_folder(settings))
         kept = f"the checkpoint of step {step} is kept" if step else "nothing was trained yet"
         _warn(f"stopped: {kept}; run the same command to resume")

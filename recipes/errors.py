@@ -18,7 +18,7 @@ class RecipeError(Exception):
 
 
 def told_by(error: BaseException) -> RecipeError | None:
-    """Convert an error of the library or the recipes for the user; return None for a bug."""
+    """Return a user's mistake as a RecipeError, also if the library raised it; None for bugs."""
     if isinstance(error, TypeError | ValueError) and str(error).startswith("unitscale."):
         return RecipeError(str(error))
     return error if isinstance(error, RecipeError) else None

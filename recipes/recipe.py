@@ -55,7 +55,7 @@ class Data(ABC):
         """Return the sources of examples for training or validation."""
 
     def save(self, folder: Path) -> None:
-        """Write files that using the model needs, such as the tokenizer, to a run's folder."""
+        """Write the files that the trained model needs, such as a tokenizer, to a run's folder."""
         return
 
     def training(self, seed: int, *, process: int = 0, processes: int = 1) -> grain.DatasetIterator:
@@ -74,7 +74,7 @@ class Data(ABC):
         return iter(share.to_iter_dataset())
 
     def validation(self, batches: int | None = None) -> Iterator[Any]:
-        """Return the same whole batches every time, shuffled so that a few represent them all."""
+        """Return the same full batches every time, shuffled, so that a few are representative."""
         parts = [examples.shuffled(0) for examples in self.examples(training=False)]
         dataset = parts[0]
         if len(parts) > 1:

@@ -35,7 +35,7 @@ RECIPES: dict[str, type[RunConfig]] = {
     "images": ImagesConfig,
     "charlm": CharlmConfig,
 }
-"""Config classes by name of the recipe; files that name none are of recipe gpt."""
+"""Config classes by recipe; a file without the key `recipe` is of recipe gpt."""
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Folder of the configs that come with the recipes."""

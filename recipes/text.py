@@ -414,7 +414,7 @@ class Corpus(Data):
         save_tokenizer(self.tokenizer, folder)
 
     def examples(self, *, training: bool) -> Sequence[Examples]:
-        """Return the windows of each text, one token longer than the inputs, for the targets."""
+        """Return windows of each text, one token longer than a sequence, to include targets."""
         found = []
         for text in self.texts:
             tokens = text.train if training else text.validation

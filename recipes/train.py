@@ -198,8 +198,8 @@ class _Run:
         self.recent.append(batch)
         self.progress.update(self.bar, completed=done)
         logging = done % settings.log_every == 0 or done == settings.steps
-        self.signal = stop.agreed(logging=logging)  # read once, so that a stop also saves
-        validating = done % settings.eval_every == 0  # also when stopping: a resumed run is past it
+        self.signal = stop.agreed(logging=logging)  # read once, because it may change
+        validating = done % settings.eval_every == 0  # also on a stop, as resuming skips it
         ending = done == settings.steps or self.signal is not None
         saving = done % settings.checkpoint_every == 0 or ending
         looking = logging or validating or saving

@@ -79,7 +79,7 @@ def save_tensors(model: nnx.Module, path: Path) -> int:
     """Write a model's arrays under dotted paths, without the padding of vocabularies."""
     arrays, variables = {}, dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))))
     for parts, module in nnx.iter_modules(model):
-        for name, variable in vars(module).items():  # a state has shared variables only once
+        for name, variable in vars(module).items():  # `nnx.state` lists shared variables once
             if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState):
                 variables.setdefault((*parts, name), variable)
     for parts, variable in variables.items():

@@ -86,7 +86,7 @@ class PrecisionConfig(Section):
     loss_scale: Positive | Literal["dynamic"] | None = None
     """Loss scale: a constant, or dynamic to halve it when gradients overflow."""
     monitor: Fraction | None = None
-    """Log the saturated share of each FP8 tensor; rebalance tolerates this share, such as 1e-4."""
+    """Log the share of saturated elements per FP8 tensor; rebalance acts above this value."""
     rebalance: Flag = False
     """At log steps, double the scale of each tensor that saturates more than monitor allows."""
 
@@ -248,9 +248,9 @@ class SweepConfig(Section):
     rates: Annotated[int, Strict(), Field(ge=3)] = 5
     """Number of learning rates to train at once."""
     rounds: Count = 3
-    """Most extensions of the rates while the best one is the lowest or highest."""
+    """Most rounds of the search; a round extends the rates if the best one is at an end."""
     when: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
-    """Keys to set at matching points, such as `model.library=plain seed=0`; null skips them."""
+    """Keys to set by condition, such as `model.library=plain seed=0`; null skips such points."""
 
 
 class RunConfig(Section):

@@ -40,7 +40,7 @@ class SquadConfig(Section):
     negatives: NonNegative | None = None
     """Number of windows without the answer per window with it, in training; null for all."""
     mark_matches: Flag = False
-    """Give context tokens that occur in the question the segment id of the question."""
+    """Assign the question's segment id to context tokens that occur in the question."""
 
 
 class ClassificationConfig(Section):
@@ -57,7 +57,7 @@ class ClassificationConfig(Section):
     pooling: Pooling = "cls"
     """Classify the first token's output, for runs with data.pairs, or the mean of all outputs."""
     mark_matches: Flag = False
-    """Give tokens of the second text that occur in the first text the segment id of the first."""
+    """Assign the first text's segment id to tokens of the second that occur in the first."""
 
     @model_validator(mode="after")
     def _columns_differ(self) -> Self:

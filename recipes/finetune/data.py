@@ -53,7 +53,7 @@ Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, segments and mask of 
 
 
 def _tokens(encoding: Encoding, mark: bool) -> Tokens:
-    """Make a record; `mark` gives shared tokens of a second text the segment of the first."""
+    """Make a record; `mark` assigns the first text's segment id to shared tokens of the second."""
     ids = np.array(encoding.ids, np.int32)
     segments = np.array(encoding.type_ids, np.int8)
     if mark:  # Chen et al., 2017, Reading Wikipedia to Answer Open-Domain Questions: "exact match"

@@ -162,7 +162,7 @@ class Plain(nnx.Module):
         return readout(x)
 
     def loss(self, images, labels, *, deterministic: bool = True) -> jax.Array:
-        """Mean cross entropy of labels (batch,), a float32 scalar in nats per image."""
+        """Return the mean cross entropy of labels (batch,), float32, in nats per image."""
         logits = self(images, deterministic=deterministic)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -194,7 +194,7 @@ class ViT(nnx.Module):
         return self.readout(self.norm(mean_of_tokens(x)))
 
     def loss(self, images, labels, *, deterministic: bool = True) -> jax.Array:
-        """Mean cross entropy of labels (batch,), a float32 scalar in nats per image."""
+        """Return the mean cross entropy of labels (batch,), float32, in nats per image."""
         return ops.softmax_cross_entropy(self(images, deterministic=deterministic), labels)
 
 

@@ -65,7 +65,7 @@ class Checkpoints:
         *,
         wait: bool = True,
     ) -> None:
-        """Write a checkpoint unless the step has one; in the background without `wait`."""
+        """Write a checkpoint unless the step has one; without `wait`, write in the background."""
         self.wait()
         if step in saved_steps(self._run):
             return

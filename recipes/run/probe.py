@@ -122,7 +122,7 @@ def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str
 
 
 def _of_whole_logits(self: nn.Readout, x: Any, labels: jax.Array, **options: Any) -> jax.Array:
-    """Replace `nn.Readout.cross_entropy`, which computes logits in chunks, by one that has all."""
+    """Replacement of `nn.Readout.cross_entropy` that calls the readout, to record its logits."""
     options.pop("chunk_size", None)
     return ops.softmax_cross_entropy(self(x), labels, **options)
 

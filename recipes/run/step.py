@@ -144,7 +144,7 @@ _fold_in = jnp.vectorize(jax.random.fold_in, excluded={1})
 
 
 def _exchanged(compute: Any, mesh: Mesh, dtype: str):
-    """Wrap `compute` to run on each device's share of the batch, and average in `dtype`."""
+    """Wrap `compute` to run on each device's share of the batch; average gradients in `dtype`."""
     axes, whole = batch_axes(mesh), PartitionSpec()
     parts = math.prod(mesh.shape[axis] for axis in axes)
 
