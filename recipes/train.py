@@ -76,11 +76,7 @@ class Outcome(NamedTuple):
 
 
 def train(
-    config: RunConfig,
-    *,
-    fresh: bool = False,
-    convert: bool = False,
-    console: Console | None = None,
+    config: RunConfig, *, fresh: bool = False, convert: bool = False, console: Console | None = None
 ) -> Outcome:
     """Train a run, or resume it from its newest complete checkpoint. Call it in every process.
 

@@ -29,8 +29,8 @@ def chunks(names: Iterable[Any], size: int = 32) -> list[Any]:
 def compute(table: Mapping[Name, tuple[Any, ...]]) -> dict[Name, Any]:
     """Return `{name: f(*args)}` for `{name: (f, *args)}`, compiled as one program.
 
-    Arguments are traced, so that they are arrays, numbers or trees of them; what must be static is
-    bound into the function. Read the results with NumPy: an operation of `jnp` compiles again.
+    Arguments are traced, so they must be arrays, numbers or trees of these; bind static ones to the
+    function. Read the results with NumPy, because `jnp` would compile more programs.
     """
     functions: dict[Name, Callable[..., Any]] = {name: row[0] for name, row in table.items()}
 

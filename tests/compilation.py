@@ -18,8 +18,8 @@ USUAL_EMITTER = {"xla_cpu_use_fusion_emitters": True} if _QUICKER_EMITTER else {
 def xla_flags(given: str) -> str:
     """Add flags for eight CPU devices and quick compilation, unless the given flags set them.
 
-    The older emitter compiles a small kernel in a third of the time, and one module of LLVM a
-    program saves as much again where no core is free.
+    XLA's older emitter compiles a small kernel in a third of the time. A single LLVM module per
+    program is as much faster again if no core is idle.
     """
     flags = ["--xla_force_host_platform_device_count=8"]
     if _QUICKER_EMITTER:
@@ -32,8 +32,8 @@ def xla_flags(given: str) -> str:
 def cache_folder() -> Path:
     """Return a folder in the user's cache that depends on the kind of processor.
 
-    JAX's key has the program, its options and the versions, but not the processor that the machine
-    code is for.
+    JAX's cache keys contain the program, its options and versions, but not the processor for which
+    the machine code is.
     """
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "unitscale" / "compiled" / _processor()

@@ -1,9 +1,9 @@
 """Compare gradients with finite differences, to show that unit scaling keeps their direction.
 
-A unit-scaled model may multiply the gradient of each parameter by a positive constant of its own,
-and do nothing else to it. `check` compares a gradient with central differences of the same forward
-function, along the gradient (which gives the constant) and along random directions (which must
-agree with it). Tolerances are the differences' own error bounds, never what passed.
+A unit-scaled model may multiply the gradient of each parameter by a positive constant, but must not
+change it otherwise. `check` compares a gradient with central differences of the forward function:
+along the gradient, which gives the constant, and along random directions, which must agree with it.
+Tolerances are error bounds of the differences.
 """
 
 import zlib
@@ -44,9 +44,9 @@ def check(
     Args:
         loss: scalar function of a tree of floating arrays of one dtype, deterministic.
         params: the tree.
-        directions: number of random directions beside the gradient's own.
+        directions: number of random directions in addition to the gradient's own.
         zero: endings of the names of leaves whose true gradient is zero.
-        gradient: what to check; `jax.grad(loss)(params)` by default.
+        gradient: the gradient to check; by default `jax.grad(loss)(params)`.
 
     Raises:
         WrongGradient: naming the leaf.
@@ -110,7 +110,7 @@ def _rounding(dtype: Any) -> float:
 def _difference(moved: Callable, direction: np.ndarray, dtype: Any) -> tuple[float, float]:
     """Estimate the derivative along a unit vector from four points, with an error bound.
 
-    The estimates at two steps differ by more than the truncation error of their extrapolation.
+    The bound: estimates with two step sizes differ by more than the error of their extrapolation.
     """
     # Truncation falls with the step squared and rounding rises with its inverse.
     step = float(jnp.finfo(dtype).eps) ** 0.25

@@ -14,7 +14,7 @@ def library_calls(program: str) -> list[str]:
 def gemms(program: str) -> list[tuple[str, list[str], float]]:
     """List the FP8 matmuls: dtype of the result, dtypes of operands, and the folded factor.
 
-    That is alpha times the two scales which an FP8 product has, where they are constants.
+    The factor is alpha times the two scales of the FP8 matmul, if they are constants.
     """
     found = []
     for line in program.splitlines():

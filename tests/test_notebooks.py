@@ -40,8 +40,8 @@ def words(cell: Any) -> list[str]:
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Start notebooks with this interpreter and library, on one CPU device.
 
-    XLA's own log is off: it reports what took long, as anything does on a busy machine. Warnings
-    of Python are shown, and are then more than a cell was saved with.
+    XLA's log is off, because it reports slow operations, which depend on the machine's load.
+    Warnings of Python are shown, so that they differ from the saved output.
     """
     home = str(tmp_path_factory.mktemp("home"))
     settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

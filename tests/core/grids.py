@@ -1,7 +1,7 @@
 """Reference arithmetic of formats: all values of a format in float64, and rounding to these.
 
-Written from the definition of a binary floating-point format, without ml_dtypes' or XLA's casts,
-so that it is an independent reference for both (ml_dtypes rounds float64 to 8 bits twice).
+It follows the definition of floating-point formats without using casts of ml_dtypes or XLA, as a
+reference for both. (ml_dtypes rounds float64 to 8 bits twice.)
 """
 
 import dataclasses

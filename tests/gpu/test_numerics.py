@@ -45,7 +45,7 @@ def exact(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def test_fp8_products(strategy: quant.Strategy) -> None:
     """Operands are exact in FP8, so that only sums and the rounding of results have errors.
 
-    FP8 kernels may add 32 terms at a time with 13 bits, and the results round to bfloat16.
+    FP8 kernels may add 32 terms at a time with 13 bits, and results are rounded to bfloat16.
     """
     config = quant.MatmulConfig(cotangent="e5m2", strategy=strategy)
     b, k, n = 512, 256, 1024

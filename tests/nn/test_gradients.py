@@ -39,8 +39,8 @@ before = of(nn.Dense, 3, WIDTH, seed=1)
 class Parallel(nnx.Module):
     """A layer with a second path from its input to the loss, so that its input is not a cut edge.
 
-    The gradient of `before` adds up both paths: it is wrong as soon as the layer's input gradient
-    has another factor than its output.
+    The gradient of `before` is a sum over both paths, which is wrong if the factor of the layer's
+    input gradient differs from that of its output.
     """
 
     def __init__(self, layer: Any, apply: Callable[..., Any] | None = None):

@@ -221,7 +221,7 @@ def test_converted_layers_are_fp8_kernels(preset: str) -> None:
 def test_a_step_takes_less_memory_than_in_bfloat16() -> None:
     """FP8 saves 5 of 18 bytes per token and feature that the backward pass needs.
 
-    Transposed copies that stayed would cost 5.
+    Keeping transposed copies would cost 5 bytes.
     """
 
     def temporaries(policy: str) -> int:

@@ -163,7 +163,7 @@ def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
 def test_every_dot_of_a_layer_runs_in_the_formats_of_its_policy() -> None:
     """Check the operands of all forward and backward matmuls in the jaxpr.
 
-    With FP8 there is the one of recomputed hidden units, which XLA drops.
+    With FP8 there is one more matmul, of recomputed hidden units, which XLA drops.
     """
     for policy, dtype, count in (("float16", "float16", 9), ("fp8", "float8_e4m3fn", 10)):
         model, layer = make("gated", policy)

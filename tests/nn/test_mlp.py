@@ -167,8 +167,8 @@ def gradients(model, x, cotangent):
 def test_scale_of_a_mixture(experts, top_k, width, options) -> None:
     """Outputs, logits and the gradients of all weights and biases have unit RMS.
 
-    The gradient of the input is the true one, which adds up the experts' and the router's; that of
-    what comes before the activation is larger by the ratio of its two factors.
+    The gradient of the input is the true sum over experts and router. The gradient before the
+    activation is larger by the ratio of the activation's factors.
     """
     ideal = rules.elementwise(jnp.tanh, constraint=None)
     ratio = ideal.fwd / ideal.bwd[0]

@@ -34,8 +34,8 @@ def normal(seed: int, *shape: int) -> jax.Array:
 def test_states_and_gradients_are_unit(name) -> None:
     """States to within half a binade, gradients within a binade.
 
-    Half a binade is where a state takes a power-of-two scale other than 1. Gradients inside a
-    recurrence are the true ones, whose size is set by how many steps they reach back.
+    Beyond half a binade, a state would take another power-of-two scale than 1. Gradients inside a
+    recurrence are the true ones, whose size depends on the number of steps.
     """
     width, steps, trials = 64, 24, 12
 

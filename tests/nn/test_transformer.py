@@ -311,7 +311,7 @@ def values_and_gradients(stack: nn.TransformerStack):
 def assert_same(found, expected) -> None:
     """Check closeness relative to the largest entry; a key bias's gradient is only rounding.
 
-    Layers forward and backward have a dozen products and norms each, which amplify rounding.
+    Layers have a dozen matmuls and norms, forward and backward, which amplify rounding errors.
     """
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     sizes = [np.abs(np.asarray(x, np.float64)).max() for x in jax.tree.leaves(expected)]

@@ -1,7 +1,7 @@
 """Checks of every op against references in NumPy.
 
-An op is compared with `fwd * reference`, where the reference is NumPy in float64, and each of its
-gradients with `bwd * derivative`, where the derivative is a central difference of that reference.
+The result of an op must be `fwd * reference`, with a reference in float64 NumPy, and each gradient
+`bwd * derivative`, with the derivative as a central difference of the reference.
 """
 
 import functools
@@ -166,9 +166,9 @@ def check_all(cases: Mapping[str, "Case"]) -> None:
 def check(*args: Any, **options: Any) -> None:
     """Check value and gradients of an op; if `mapped`, under vmap, scan and checkpoint.
 
-    The value must be `fwd * reference(values)`; gradient i, in data space, `bwd[i]` times the
-    derivative of `reference(values) / scale of the output`; the gradient of every scale 0.
-    ``args`` are rounded to the dtype first; ``slack`` multiplies the tolerance; ``step`` is that of
+    The value must be `fwd * reference(values)`, and the gradient of argument i `bwd[i]` times
+    the derivative of `reference(values) / scale of the output`. Gradients of scales must be 0.
+    `args` are rounded to the dtype first; `slack` multiplies the tolerance; `step` is the step of
     the finite differences.
     """
     check_all({"the op": functools.partial(check, *args, **options)})
@@ -186,8 +186,8 @@ def in_every_dtype(
 ) -> Any:
     """Make a test of cases in every dtype, some of them mapped.
 
-    By default each is checked in float32, the first of ``mapped`` under vmap and scan, and in one
-    16-bit type. Those that are ``wide`` differ in the shapes of operands, not in what is rounded.
+    By default each case runs in float32 and in one 16-bit dtype, the first of `mapped` under vmap
+    and scan. Cases in `wide`, which only differ in shapes, run in float32 alone.
     """
     narrow = [(name, i % 2) for i, name in enumerate(n for n in cases if n not in wide)]
     runs: dict[str, dict[str, dict[str, Any]]] = {

@@ -25,8 +25,8 @@ def assert_unit(
 ) -> None:
     """Check that output and gradients of standard normal inputs have mean square 1.
 
-    The tolerance is five standard errors of the mean over trials, and of that over seeds if the
-    op's factors were estimated from so many draws, plus a stated bias.
+    The tolerance is five standard errors of the mean over trials, and over seeds if the op's
+    factors are simulated, plus a stated bias.
     """
 
     def apply(*args: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ def bytes_a_parameter(tx: Any, params: Any) -> float:
 def test_the_update_of_a_product_s_weights_is_one_pass_that_turns_nothing_around() -> None:
     """14 bytes per parameter, 1 more for the amax of the FP8 moment, and samples.
 
-    Where the product wrote their gradients transposed, 46 were moved.
+    When the matmul wrote gradients transposed, it was 46 bytes.
     """
     tx = optim.skip_nonfinite(optim.scaled(optax.adamw(1e-3)))
     params = tx.scale_params({"up": jnp.zeros((WIDTH, HIDDEN)), "down": jnp.zeros((HIDDEN, WIDTH))})

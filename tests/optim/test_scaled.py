@@ -1,9 +1,8 @@
 """Optimizers with 16- and 8-bit state against the same optimizers in float32.
 
-Gradients are positive and within two binades, so that nothing cancels and nothing is subnormal:
-each rounding then moves a moment by at most half the distance of neighbours, and after T steps an
-update of any of these rules by at most T times the sum of the two, a first moment by eps / 2 and a
-root of a second by eps / 2.
+Gradients are positive and within two binades, so that nothing cancels or is subnormal. Then each
+rounding changes a moment, or the root of a second moment, by at most eps / 2, relative to it. After
+T steps, an update of any of these rules is off by at most T times the sum of the two.
 """
 
 import functools

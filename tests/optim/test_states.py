@@ -199,9 +199,9 @@ REST = chunks([name for name in RUNS if name not in QUICK], 8)
 def test_ends_where_the_same_optimizer_ends_in_float32(names: list[str]) -> None:
     """Compare final losses, relative to the initial loss.
 
-    A first moment in E4M3 errs by up to 2^-4 of itself, a step that it makes too, and a loss that
-    falls by a share in every step is as far after 200 as float32 after 1/16 more of them or less.
-    Below 2^-10 the end is in the noise of weights whose entries err by 2^-12 in every step.
+    A first moment in E4M3 has a relative error of up to 2^-4, and so has a step. A loss that falls
+    exponentially is then within what float32 reaches after 1/16 more or fewer of the 200 steps.
+    Below 2^-10, rounding errors of the weights of 2^-12 per step dominate.
     """
     table = {(n, f): (train(RUNS[n], f), PARAMS) for n in names for f in (False, True)}
     results = compute(table | {"start": (loss, PARAMS)})

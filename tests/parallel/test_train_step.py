@@ -177,8 +177,8 @@ def test_float32_exchange_is_one_device() -> None:
 def test_fp8_exchange_trains_alike(rounding: Any, auto: bool) -> None:
     """With SGD, changes of weights have the relative error of the gradients.
 
-    A rounding to e4m3fn errs by 2.6% on average over a binade (steps of 1/8, uniform within), one
-    at random by sqrt(2) more, and there are two.
+    Rounding to E4M3 has an RMS error of 2.6% over a binade (spacing 1/8, uniform numbers), and
+    stochastic rounding sqrt(2) times as much. There are two roundings.
     """
     optimizer = OPTIMIZERS["sgd"]
     wanted, wanted_losses = on_one_device("sgd")

@@ -1,6 +1,6 @@
 """Quantized matmuls become FP8 kernels of an H200, with factors folded in.
 
-What is compared is the program that XLA would run there.
+The tests inspect the program that XLA compiles for it.
 """
 
 import re

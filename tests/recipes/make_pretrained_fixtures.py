@@ -1,13 +1,13 @@
 """Make `tests/recipes/pretrained_fixtures`: tiny Hugging Face folders and their logits.
 
-From the root, where `torch` and `transformers` are installed:
+Run it from the root of the repository:
 
     pip install -e ".[peers]"
     python -m tests.recipes.make_pretrained_fixtures
 
-Every parameter is random, biases and norms too, so that one left out or transposed shows in the
-logits. Each folder is what `save_pretrained` writes, with `reference.npz` beside it: the inputs,
-and the logits that `transformers` gives in float32. Versions 2.13.0 and 5.23.0 made those here.
+All parameters are random, also biases and norms, so that one that is missing or transposed changes
+the logits. `save_pretrained` writes each folder; `reference.npz` in it has inputs and the float32
+logits of `transformers`. The folders here are from torch 2.13.0 and transformers 5.23.0.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Losses of the configs over 50 steps, compared with stored numbers.
 
-They tell whether a change of the code changed what is trained. Stored numbers are those of one
-machine; rounding on another one, or by another XLA, moves a loss in float32 by less than the
-tolerance, and one whose products are rounded to 8 bits by more.
+The comparison shows whether a change of code affects training. The stored numbers are from one
+machine. On another machine, or with another XLA, float32 losses differ by less than the tolerance,
+and losses with 8-bit matmuls by more.
 """
 
 import json

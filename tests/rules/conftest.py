@@ -1,7 +1,7 @@
 """The Monte Carlo check of the rule tests.
 
-A rule claims that some array has RMS 1. Independent trials of that array give independent estimates
-of its mean square, whose scatter is the tolerance: five standard errors of the mean.
+A rule states that an array has RMS 1. Independent trials give estimates of its mean square; the
+tolerance is five standard errors of their mean.
 """
 
 import zlib

@@ -1,7 +1,7 @@
 """Formulas of the rules, constraints between factors, and errors.
 
-That factors make results and gradients unit is tested where they are used, by `tests/ops`, except
-for rules whose op does more than the rule says.
+`tests/ops` tests that the factors give results and gradients of unit RMS, except for rules whose op
+does more than the rule.
 """
 
 import functools

@@ -25,7 +25,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 def check(table: dict[Any, tuple[Any, ...]], rtol: float = 0.0, atol: float = 0.0) -> None:
     """Compare scalified programs with plain ones on the same values.
 
-    Rows are a function and its arguments; ``atol`` is relative to the largest element.
+    Rows are a function and its arguments; `atol` is relative to the largest element.
     """
 
     def both(f: Program) -> Program:

@@ -19,7 +19,7 @@ from unitscale.transforms import scalify
 def check_scales(tree: Any) -> None:
     """Check that scales are powers of two within a factor of 4 of the RMS of the value.
 
-    One is what a measured scale allows; the other, what one step after it does.
+    A measured scale is within a factor of 2; one step after it may add another.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
         if isinstance(leaf, ScaledArray) and np.any(leaf.data):

@@ -1,6 +1,6 @@
 """Models from Hugging Face folders: same logits as `transformers`, same files written, errors.
 
-The folders in `pretrained_fixtures` are those of `make_pretrained_fixtures.py`.
+`make_pretrained_fixtures.py` made the folders in `pretrained_fixtures`.
 """
 
 import functools

@@ -108,7 +108,7 @@ def test_an_update_is_added() -> None:
 def test_a_base_in_fp8(base: str, bits: int) -> None:
     """FP8 base weights take one byte, have power-of-two scales per output, and are rounded.
 
-    A product is that of the rounded weights, and the backward pass is given no wide copy of them.
+    Matmuls use the rounded weights, and the backward pass keeps no wide copy of them.
     """
     whole: Any = load(FIXTURES / "llama3").model
     model = adapted("llama3", base=base)

@@ -250,8 +250,8 @@ def test_what_is_refused(name: str, keys: Any, message: str, tmp_path: Path) -> 
 def yarn(size: int, base: float, context: int, given: dict[str, Any]) -> tuple[np.ndarray, float]:
     """Compute YaRN's frequencies pair by pair, and the factor of queries and keys.
 
-    The paper's ramp is over the turns of a pair in the context; its code and `transformers` ramp
-    over the index of the pair, between those that turn beta_fast and beta_slow times.
+    In the paper, the ramp is linear in a pair's number of rotations in the context; in its code and
+    in `transformers`, in the index of the pair, between beta_fast and beta_slow rotations.
     """
     factor, context = given["factor"], given.get("original_max_position_embeddings", context)
     ends = []

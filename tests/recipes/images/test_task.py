@@ -185,7 +185,7 @@ def test_commands(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (config_file.parent / "runs" / "tiny" / "scores.json").exists()
     assert main(["evaluate", *words]) == 0
     loss, accuracy = capsys.readouterr().out.splitlines()
-    assert f"{loss.removeprefix('step 6  ')} (of at most 16 batches;" in trained[-1]
+    assert f"{loss.removeprefix('step 6  ')} (over at most 16 batches;" in trained[-1]
     assert loss.endswith(" nats per image")
     assert accuracy == trained[-2]
     assert main(["generate", *words]) == 2

@@ -122,7 +122,7 @@ def saved(folder: Path) -> list[int]:
 def test_lost_processes(start: Start, config_file: Path) -> None:
     """Kill one process, later suspend one, later kill the first: resumed runs end the same.
 
-    Each process has and saves its half of the matrices.
+    Each process holds and saves half of every matrix.
     """
     runs = Path(load_config(config_file).train.runs_dir)
     cut = ("mesh={data: 1, fsdp: 2}", "model.width=64")
