@@ -88,8 +88,8 @@ class GPT(nnx.Module):
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Return the mean cross entropy of targets (batch, time), float32, in nats per token."""
-        tied = self.readout is None
-        x, readout = self.embed.tied(ids) if tied else (self.embed(ids), self.readout)
+        readout = self.readout
+        x, readout = self.embed.tied(ids) if readout is None else (self.embed(ids), readout)
         x, _ = self._states(x, ids, deterministic=deterministic)
         return readout.cross_entropy(x, targets)
 

@@ -271,7 +271,7 @@ def test_adapters_of_other_configs(adapter: Path) -> None:
 
 def test_what_cannot_be_updated(tmp_path: Path) -> None:
     for targets, message in (
-        (("query", "value"), r"query, key, value or none, .* transformer\.h\.0\.attn"),
+        (("query", "value"), r"all of query, key, value or none, .* transformer\.h\.0\.attn"),
         (("gate",), r"some of down, key, out, query, up, value; got gate"),
     ):
         with pytest.raises(RecipeError, match=rf"lora\.targets: expected {message}"):
