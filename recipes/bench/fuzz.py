@@ -109,7 +109,7 @@ def _q8(x: Any, dtype: str = "e4m3fn") -> ScaledArray:
 
 
 def _rounded(x: Any, dtype: str = "e4m3fn") -> Any:
-    """Return x by an operation to which `Evaluation` adds rounding; E4M3 has no infinity."""
+    """Return x through a no-op that `Evaluation` rounds; in E4M3, infinity becomes NaN."""
     x = lax.reduce_precision(x, 11, 52)
     return jnp.where(jnp.isinf(x), jnp.nan, x) if dtype == "e4m3fn" else x
 
@@ -491,7 +491,7 @@ def disagreement(found: Any, spread: Spread, rounding: Rounding) -> str | None:
                 return f"{name}: {x!r} for {e!r}"
             continue
         x = x.astype(np.float64)
-        certain = (np.isfinite(moved) == np.isfinite(e)).all(0)  # whatever the rounding
+        certain = (np.isfinite(moved) == np.isfinite(e)).all(0)  # not changed by rounding
         finite = np.isfinite(e) & certain
         if not np.array_equal(np.isfinite(x)[certain], np.isfinite(e)[certain]):
             return f"{name}: {x.tolist()} for {e.tolist()}"

@@ -1,4 +1,4 @@
-"""Compare losses in 16 and 8 bits with float32; count underflowing gradients; rounding by operand.
+"""Compare losses in 16 and 8 bits with float32, count underflow, and measure rounding by operand.
 
     python -m recipes bench parity --data TEXT --data ANOTHER --seeds 5
     python -m recipes bench parity --rounding --data TEXT
@@ -32,7 +32,7 @@ SPECIAL = {
     "fp8-readout": ("precision.policy=fp8", "precision.readout=true"),
     "fp8-readout-gradients": ("precision.policy=fp8", "precision.readout=gradients"),
     "fp8-rebalance": ("precision.policy=fp8", "precision.monitor=1e-4", "precision.rebalance=true"),
-}  # variants that are more than a policy
+}  # variants that set more than a policy
 BOUNDS = {"float16": 0.001, "fp8": 0.003, "mxfp8": 0.003, "fp8_dynamic": 0.005}
 BATCHES = 8
 

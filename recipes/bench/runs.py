@@ -89,7 +89,7 @@ class Table(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Losses or scores by variant, in the order of texts, and for each text of seeds."""
+    """Losses or scores by variant, ordered by text and then by seed."""
 
     configs: dict[str, list[RunConfig]]
     values: dict[str, list[float]]

@@ -156,7 +156,7 @@ def measure(config: GPTConfig, rounds: int) -> dict[str, Any]:
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Return the bytes of a program's arguments, results and temporaries, donated ones once."""
+    """Return the bytes of arguments, results and temporaries; donated arrays count once."""
     memory: Any = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return held + memory.temp_size_in_bytes - memory.alias_size_in_bytes

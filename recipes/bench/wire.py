@@ -1,7 +1,7 @@
 """Count the bytes that the collectives of a compiled program send.
 
-The compiled program is what counts: XLA merges and drops collectives, and runs some in wider types,
-such as bfloat16 all-reduces on a CPU in float32.
+Bytes are counted in compiled programs, because XLA merges and drops collectives, and runs some in
+wider types, such as bfloat16 all-reduces on a CPU in float32.
 """
 
 import math

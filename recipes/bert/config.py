@@ -69,7 +69,7 @@ class BertModelConfig(TransformerConfig):
     }
 
     vocab: Count = 8192
-    """Number of token ids; null for those of data.tokenizer."""
+    """Number of token ids; null for the number that data.tokenizer has."""
     width: Count = 256
     """Size of the residual stream."""
     norm_placement: Literal["post", "pre"] = "post"

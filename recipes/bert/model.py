@@ -22,7 +22,7 @@ from .config import SEGMENTS, BertModelConfig, Pairs, Pooling
 
 
 def head_constant(classes: int, rows: int, tokens: int, width: int) -> float:
-    """Return by what unit scaling multiplies a head's gradient at the encoder's output.
+    """Return the constant that multiplies a head's gradient at the encoder's output.
 
     The head classifies `rows` of the encoder's `tokens` outputs into `classes`. The constant is
     `rows`, from `mean_loss`, times the backward factors over the forward factors of its three ops.

@@ -81,7 +81,7 @@ class MaskedCorpus(Corpus):
         return Vocabulary.of(self.tokenizer)
 
     def examples(self, *, training: bool) -> Sequence[Examples]:
-        """Return windows, with the function that makes a sequence of one."""
+        """Return windows, and the function that makes a training example of a window."""
         length, begins = self.sequence_length - SPECIAL, self.vocabulary.begins
 
         def cut(window: np.ndarray) -> np.ndarray:
@@ -137,7 +137,7 @@ def build(config: BertConfig) -> Bert | PlainBert:
     if config.init is not None:
         run = earlier_run(config.init, BertConfig)
         needed = None if is_plain else ("encoder", "dense", "norm", "readout")
-        # A run with another task for pairs has no pair readout to copy.
+        # Copy the readout of pairs only if the run had the same task for pairs.
         kept = ("pooler", "pair_readout") if pairs == run.data.pairs else ("pooler",)
         take_weights(bert, run, needed, kept)
     return bert

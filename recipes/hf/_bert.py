@@ -61,7 +61,7 @@ class Encoder(nnx.Module):
         x = self.embed(ids)
         if self.positions is not None and self.segments is not None:
             positions = places
-            if padding is not None:  # RoBERTa: position `padding` on padding, then padding + 1, ...
+            if padding is not None:  # RoBERTa: padding is at this position, tokens follow it
                 real = (ids != padding).astype(jnp.int32)
                 positions = jnp.cumsum(real, axis=1) * real + padding
             x = x + self.segments(jnp.zeros_like(ids) if segments is None else segments)

@@ -94,7 +94,7 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarra
 def write_tensors(
     path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None
 ) -> None:
-    """Write a safetensors file, and replace an old one only after that."""
+    """Write a safetensors file; an old one is replaced only when the new one is complete."""
     partial = path.with_name(f"{path.name}.partial")
     whole = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     safetensors.save_file(whole, partial, metadata)

@@ -88,7 +88,7 @@ def load(
         options["rngs"] = nnx.Rngs(params=seed, dropout=seed)
         return GPT(config, **options) if task == "lm" else Bert(config, task, **options)
 
-    if on_host:  # initialize only other state than parameters, which `_fill` sets
+    if on_host:  # `_fill` sets the parameters: initialize only the other state
         graphdef, params, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
         rest = jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))()
         model: Any = nnx.merge(graphdef, params, rest)

@@ -10,7 +10,7 @@ from ._config import Task
 
 
 class Tensor(NamedTuple):
-    """The parameters in a tensor of a file, concatenated on the last axis, as dotted paths.
+    """Dotted paths of the parameters that a tensor of a file holds, joined on its last axis.
 
     `tied` tensors may be missing from files; `head` is True for tensors of a task's head.
     """
