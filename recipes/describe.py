@@ -159,7 +159,7 @@ def report(config: RunConfig) -> Iterator[str]:
         yield f"trained       {facts.trained:>22,}"
     yield f"step          {data.step_size:>22,} {data.step_unit} in {data.batch_size} examples"
     each = facts.flops / data.step_size
-    yield f"FLOPs a step  {facts.flops:>22.4g}, {each:.4g} for one of the {data.step_unit}"
+    yield f"FLOPs a step  {facts.flops:>22.4g}, {each:.4g} for each of the {data.step_unit}"
     yield "bytes of a step, on all devices"
     for name, count in (*facts.total._asdict().items(), ("in all", sum(facts.total))):
         if count:

@@ -379,8 +379,8 @@ class Corpus(Data):
                 if not len(source):
                     size = getattr(text, part).size
                     raise RecipeError(
-                        f"data.sequence_length: expected at most {size} {part} tokens, as in "
-                        f"{text.path}; got {self.sequence_length}; lower it, or add text"
+                        f"data.sequence_length: the {size} {part} tokens of {text.path} are too "
+                        f"few for {self.sequence_length}; lower it, or add text"
                     )
 
     @property
