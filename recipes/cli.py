@@ -55,7 +55,7 @@ def train(
         int | None, typer.Option(min=0, help="index of this process, from 0")
     ] = None,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="take these three from Slurm, Open MPI, ...")
+        bool, typer.Option("--distributed", help="detect these three: Slurm, Open MPI, ...")
     ] = False,
     heartbeat: Annotated[
         int, typer.Option(min=1, help="seconds after which a silent process counts as lost")
@@ -136,10 +136,10 @@ def generate(
     overrides: Overrides = None,
     prompt: Annotated[str, typer.Option(help="text to continue")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="tokens to add")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="sample the k likeliest only")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the sampling")] = 0,
-    stream: Annotated[bool, typer.Option("--stream", help="print each token at once")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="print tokens as they come")] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="answer the prompt, in the folder's chat template")
     ] = False,
