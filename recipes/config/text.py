@@ -65,11 +65,11 @@ class DataConfig(SequenceConfig):
     path: str | None = None
     """File, folder, glob pattern or saved Hugging Face dataset; null for Python's library."""
     mixture: dict[str, Positive] | None = None
-    """Several texts instead of path, as path: weight, its share of each batch."""
+    """Several texts instead of path: a mapping from each path to its share of the windows."""
     pattern: str = "**/*"
     """Glob pattern of the files in a folder."""
     format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
-    """Format of the files; auto goes by the name's ending, and takes others for text."""
+    """Format of the files; auto decides by each file's name, and uses text by default."""
     text_key: str = "text"
     """Field or column that holds the text (jsonl, parquet, dataset)."""
     split: str = "train"
@@ -169,7 +169,7 @@ class TransformerConfig(Section):
     scan: Flag = False
     """Stack the layers' parameters and scan over them, so that only one layer is compiled."""
     remat: Literal["none", "dots", "layer"] = "none"
-    """Activations to recompute in the backward pass: all but matmul outputs (dots), or layers."""
+    """What to recompute in the backward pass: nothing, all but matmul outputs (dots), or layers."""
 
     @property
     def hidden(self) -> int:
