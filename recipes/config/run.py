@@ -149,7 +149,7 @@ class OptimizerConfig(Section):
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay (adamw, lion, muon); with umup, share of weights removed per step."""
     clip_norm: Positive | None = None
-    """Clip gradients to this global norm; null not to clip."""
+    """Clip gradients to this global norm, thousands in unit-scaled models; null not to clip."""
     skip_nonfinite: Whole = 0
     """Number of steps in a row that may be skipped because loss or gradient is not finite."""
     umup: Flag = True
