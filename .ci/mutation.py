@@ -1,12 +1,12 @@
-"""Measure how many wrong programs the tests notice: mutation testing with Cosmic Ray's operators.
+"""Mutation testing: count how many small errors in the library the tests notice.
 
     pip install -e ".[test,mutation]"
     python .ci/mutation.py --sample 300 --seed 0 --all
 
-Draws a sample of small changes to the library, makes each in a copy of the working tree, and runs
-tests that reach the changed line (found by one run of all with coverage) until one fails; with
-`--all`, slow tests then meet the survivors. `runs/mutation` keeps the outcomes by a digest of the
-sources: the same command resumes.
+Draws a sample of mutants, small changes to the library by Cosmic Ray's operators, makes each in a
+copy of the working tree, and runs tests until one fails, choosing tests that reach the changed line
+(found by a run of all tests with coverage). `--all` then runs slow tests on the mutants that
+survived. Outcomes are kept in `runs/mutation` by a hash of the sources, so that a rerun resumes.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("core", "rules", "ops", "quant", "optim", "transforms", "nn")
-TESTS, FILES = 80, 8  # that a mutant meets at most: to import a file takes as long as its tests
-SECONDS = 400  # of CPU time for a mutant, several times what its tests take
-# Operators that need a name or change an import; numbers do not tell `is` from `==`.
+TESTS, FILES = 80, 8  # most tests and test files per mutant; importing a file is slow, too
+SECONDS = 400  # CPU time limit per mutant, several times what its tests take
+# Operators that need arguments or break imports, and `is` for `==`, which is the same for numbers.
 LEFT_OUT = ("RemoveDecorator", "Variable", "ComparisonOperator_Is", "_Is")
-Mutants = list[tuple[dict[str, Any], str]]  # where and what is changed, and the changed source
+Mutants = list[tuple[dict[str, Any], str]]  # place and operator, and the changed source
 OPERATORS = {n: get_operator(n)() for n in operator_names() if not any(x in n for x in LEFT_OUT)}
 
 
 def draw(size: int, seed: int) -> Mutants:
-    """Draw mutants, with their sources: one at a place, none of messages, types and assertions."""
+    """Draw mutants: at most one per place, and none in messages, annotations or assertions."""
     places: dict[tuple[str, int, int], list[dict[str, Any]]] = defaultdict(list)
     for path in (p for name in PACKAGES for p in (ROOT / "unitscale" / name).glob("_[a-z]*.py")):
         source, name = path.read_text("utf-8"), path.relative_to(ROOT).as_posix()
@@ -68,18 +68,18 @@ def draw(size: int, seed: int) -> Mutants:
 
 
 def run_tests(tree: Path, words: list[str], seconds: int) -> tuple[int, str]:
-    """The exit status and output of pytest; the clock is for one that waits."""
+    """Run pytest with limits on CPU time and (for tests that hang) on elapsed time."""
     own = {"JAX_COMPILATION_CACHE_DIR": f"{tree}-compiled", "PYTHONDONTWRITEBYTECODE": "1"}
     limit = f"ulimit -t {seconds}; timeout -k 5 {4 * seconds} {sys.executable} -m pytest"
-    # xdist's default in pyproject.toml would keep pytest-cov from recording contexts.
+    # -n 0, because pytest-cov cannot record contexts under xdist, pyproject.toml's default.
     command = ["sh", "-c", f'{limit} -n 0 --dist no -q --tb=line "$@"', "sh", *words]
     run = subprocess.run(command, cwd=tree, env=os.environ | own, stdout=subprocess.PIPE)
     return run.returncode, run.stdout.decode()
 
 
 def choose(mutant: dict[str, Any], tree: Path) -> list[str]:
-    """The tests that run a mutant's statement, in random order, then others of the same files."""
-    # Others, since JAX traces a function for one test and runs no line of it for the next.
+    """Choose tests that run a mutant's statement, in random order, then others of their files."""
+    # Others, because JAX traces a function once: later tests use it without running its lines.
     data = CoverageData(f"{tree}-coverage")
     data.read()
     contexts = data.contexts_by_lineno(str(tree / mutant["path"]))
@@ -87,7 +87,7 @@ def choose(mutant: dict[str, Any], tree: Path) -> list[str]:
     spans = [range(n.lineno, (n.end_lineno or 0) + 1) for n in nodes if isinstance(n, ast.stmt)]
     span = min((span for span in spans if mutant["line"] in span), key=len)
     met = {name for line in span for name in contexts.get(line, ())}
-    if met == {""}:  # it runs at import alone
+    if met == {""}:  # the statement runs only at import
         met = {name for names in contexts.values() for name in names}
     own = {name.rsplit("|", 1)[0] for name in met if name}
     files = [name for name, _ in Counter(test.split("::")[0] for test in own).most_common(FILES)]
@@ -98,7 +98,7 @@ def choose(mutant: dict[str, Any], tree: Path) -> list[str]:
 
 
 def judge(mutant: dict[str, Any], mutated: str, tree: Path) -> str:
-    """Run the tests chosen for a mutant, with it in place; return what killed it, or ""."""
+    """Run the chosen tests on a mutant; return the output of the failure, or "" if it survives."""
     if not (tests := choose(mutant, tree)):
         return ""
     source = (path := tree / mutant["path"]).read_text("utf-8")
@@ -109,7 +109,7 @@ def judge(mutant: dict[str, Any], mutated: str, tree: Path) -> str:
 
 
 def survivors(drawn: Mutants, tree: Path, mark: str) -> Mutants:
-    """The mutants that the tests of a mark let live; outcomes already on disk are kept."""
+    """Return the mutants that survive the tests with a mark; reuse outcomes on disk."""
     copy = "git ls-files -zco --exclude-standard | xargs -0 cp --parents -t"
     subprocess.run(f"mkdir -p {tree}; {copy} {tree}", shell=True, cwd=ROOT)
     if not Path(f"{tree}-coverage").exists():
@@ -130,18 +130,18 @@ def survivors(drawn: Mutants, tree: Path, mark: str) -> Mutants:
 
 
 def main() -> None:
-    """Judge the mutants of the sample, and print those that survive."""
+    """Test the mutants of the sample, and print those that survive."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sample", type=int, default=300, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--all", action="store_true", help="then slow tests, on the survivors")
+    parser.add_argument("--all", action="store_true", help="run slow tests on the survivors, too")
     asked = parser.parse_args()
     sources = sorted(path for top in ("unitscale", "tests") for path in (ROOT / top).rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     drawn = left = draw(asked.sample, asked.seed)
     for mark in ("not slow", "slow")[: 1 + asked.all]:
         left = survivors(left, ROOT / "runs" / "mutation" / f"{digest}-{mark.split()[0]}", mark)
-        print(f"{mark} tests: {len(drawn) - len(left)} of {len(drawn)} killed so far, but not")
+        print(f"{mark} tests: {len(drawn) - len(left)} of {len(drawn)} noticed; survivors:")
         for mutant, mutated in left:
             print(json.dumps(mutant), mutated.splitlines()[mutant["line"] - 1].strip())
 

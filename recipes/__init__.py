@@ -1,1 +1,1 @@
-"""Training recipes: `python -m recipes train|evaluate|generate|bench CONFIG [key=value ...]`."""
+"""Training recipes: `python -m recipes train CONFIG [key=value ...]`, and other commands."""

@@ -1,11 +1,11 @@
-"""`python -m recipes`."""
+"""Entry point of `python -m recipes`."""
 
 import sys
 
 try:
     from .cli import main
-except KeyboardInterrupt:  # in the seconds that imports take
-    print("stopped before anything was done", file=sys.stderr)
+except KeyboardInterrupt:  # importing takes seconds
+    print("stopped before training started", file=sys.stderr)
     sys.exit(130)
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line; an error that a user can put right is one message and exit code 2 or 1."""
+"""The command line. A user's mistake prints one message and exits with code 2 or 1."""
 
 import importlib
 import sys
@@ -16,7 +16,7 @@ from .run.folder import CONFIG, is_run, run_folder, saved_steps
 from .run.pool import start_process
 
 app = typer.Typer(
-    help="Train and use the models of unitscale.",
+    help="Train unitscale models and use them.",
     epilog="Add --traceback to any command to see where an error comes from.",
     no_args_is_help=True,
     add_completion=False,
@@ -25,20 +25,18 @@ app = typer.Typer(
 
 ModelPath = Annotated[
     str,
-    typer.Argument(
-        metavar="CONFIG", help="a YAML file, the folder of a run, or a Hugging Face folder"
-    ),
+    typer.Argument(metavar="CONFIG", help="a YAML file, a run's folder, or a Hugging Face folder"),
 ]
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
 TrainedPath = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="a YAML file, or the folder of a run")
+    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a run's folder")
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
 ]
-Fresh = Annotated[bool, typer.Option(help="move an earlier run or sweep of this name aside")]
+Fresh = Annotated[bool, typer.Option(help="start anew; rename an earlier folder of this name")]
 Convert = Annotated[
-    bool, typer.Option(help="resume in the number formats of this config, whatever they were")
+    bool, typer.Option(help="resume in this config's number formats, even if they changed")
 ]
 
 
@@ -50,24 +48,24 @@ def train(
     convert: Convert = False,
     coordinator: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="address of the first of several processes"),
+        typer.Option(metavar="HOST:PORT", help="address of the first process, if several train"),
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="number of processes")] = None,
     process: Annotated[
-        int | None, typer.Option(min=0, help="number of this process, from 0")
+        int | None, typer.Option(min=0, help="index of this process, from 0")
     ] = None,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="read these three from Slurm, Open MPI, ...")
+        bool, typer.Option("--distributed", help="detect these three: Slurm, Open MPI, ...")
     ] = False,
     heartbeat: Annotated[
         int, typer.Option(min=1, help="seconds after which a silent process counts as lost")
     ] = 100,
 ) -> None:
-    """Train a model, or go on from the newest checkpoint of the same run.
+    """Train a model, or resume the same run from its newest checkpoint.
 
-    Several processes train one run where each is started with the same command and either the three
-    options --coordinator, --processes and --process, the environment variables
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or --distributed.
+    To train one run with several processes, start each with the same command and either the options
+    --coordinator, --processes and --process, or the environment variables JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID, or --distributed.
     """
     told = coordinator, processes, process, distributed, heartbeat
     _train(load_config(config, overrides or ()), fresh, convert, *told)
@@ -75,12 +73,9 @@ def train(
 
 @app.command()
 def finetune(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    fresh: Fresh = False,
-    convert: Convert = False,
+    config: ConfigPath, overrides: Overrides = None, fresh: Fresh = False, convert: Convert = False
 ) -> None:
-    """Fine-tune a pretrained model on a task, and score it: `train`, where init is asked for."""
+    """Fine-tune a pretrained model on a task and score it: like train, but init is required."""
     settings = load_config(config, overrides or ())
     if not getattr(settings, "init", None):
         raise RecipeError(
@@ -91,16 +86,16 @@ def finetune(
 
 def _train(settings: RunConfig, fresh: bool, convert: bool, *processes: Any) -> None:
     try:
-        # Imported after the config is known to be right: this imports JAX.
+        # Imported late, because it imports JAX: a wrong config is reported without that delay.
         from .run.processes import joined
         from .train import train as train_run
 
         with joined(*processes):
             outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
-    except KeyboardInterrupt:  # outside of the loop, which saves what it has done
+    except KeyboardInterrupt:  # outside of the training loop, which handles signals itself
         *_, step = 0, *saved_steps(run_folder(settings))
         kept = f"the checkpoint of step {step} is kept" if step else "nothing was trained yet"
-        _warn(f"stopped: {kept}; run the same command to go on")
+        _warn(f"stopped: {kept}; run the same command to resume")
         raise typer.Exit(130) from None
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
@@ -114,15 +109,13 @@ def sweep(
     jobs: Annotated[int, typer.Option(min=1, help="points trained at the same time")] = 1,
     fresh: Fresh = False,
 ) -> None:
-    """Train every point of a grid at its best learning rate; the same command continues."""
+    """Search the best learning rate at every point of a grid; rerun to continue."""
     overrides = [word for word in words if "=" in word]
     paths = [word for word in words if "=" not in word]
     if not paths:
-        raise RecipeError(
-            "sweep: expected a config file; got none; name one such as configs/charlm/small.yaml"
-        )
+        raise RecipeError("sweep: expected a config file, such as configs/gpt/transfer.yaml")
     configs = [load_config(path, overrides) for path in paths]
-    from .sweep import sweep as run_sweep
+    from .sweep.search import sweep as run_sweep
 
     for config in configs:
         run_sweep(config, jobs=jobs, fresh=fresh, console=Console())
@@ -130,7 +123,7 @@ def sweep(
 
 @app.command()
 def evaluate(config: TrainedPath, overrides: Overrides = None) -> None:
-    """Print the loss of a trained model over its validation data, in whole batches, and scores."""
+    """Print a trained model's validation loss, over all whole batches, and its scores."""
     settings = _settings(config, overrides)
     from .trained import evaluate as evaluate_run
 
@@ -143,18 +136,18 @@ def generate(
     overrides: Overrides = None,
     prompt: Annotated[str, typer.Option(help="text to continue")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="tokens to add")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="draw from the k likeliest")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="decides the draws")] = 0,
-    stream: Annotated[bool, typer.Option("--stream", help="print each token as it comes")] = False,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="sample the k likeliest only")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the sampling")] = 0,
+    stream: Annotated[bool, typer.Option("--stream", help="print tokens as they come")] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="answer the prompt, by the chat template of a folder")
+        bool, typer.Option("--chat", help="answer the prompt, in the folder's chat template")
     ] = False,
     adapter: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="a LoRA adapter to add to a folder's model")
     ] = None,
 ) -> None:
-    """Continue a prompt with a trained model, or with the decoder of a Hugging Face folder."""
+    """Continue a prompt with a trained model, or with a decoder in a Hugging Face folder."""
     is_ours = not Path(config).is_dir() or is_run(config)
     if is_ours and (chat or adapter is not None):
         option = "--chat" if chat else "--adapter"
@@ -182,7 +175,7 @@ def generate(
 
 @app.command()
 def describe(config: TrainedPath, overrides: Overrides = None) -> None:
-    """Print parameters, FLOPs and bytes of a training run; nothing is trained or allocated."""
+    """Print parameters, FLOPs and bytes of a training step, without running it."""
     settings = _settings(config, overrides)
     from .describe import report
 
@@ -209,7 +202,7 @@ def merge(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="a LoRA adapter's folder")],
     path: Annotated[Path, typer.Argument(metavar="OUTPUT", help="the folder to write")],
 ) -> None:
-    """Add a LoRA adapter to the weights of a Hugging Face folder, and write such a folder."""
+    """Add a LoRA adapter to a Hugging Face model, and write the result to a new folder."""
     from .hf import load, save
 
     if path.exists():
@@ -219,7 +212,7 @@ def merge(
 
 
 bench = typer.Typer(
-    help="Print the figures of README.md and of the page of results.", no_args_is_help=True
+    help="Measure the figures of README.md and of the results page.", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
 
@@ -246,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = [word for word in words if word != "--traceback"]
     start_process()
     try:
-        app(words, prog_name="python -m recipes")  # a wrong word is reported there, exit code 2
+        app(words, prog_name="python -m recipes")  # reports unknown options itself, exit code 2
     except Exception as error:
         told = told_by(error)
         if wants_traceback or told is None:
@@ -259,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _settings(path: str, overrides: list[str] | None) -> RunConfig:
-    """The config of a YAML file; of the folder of a run the one kept there."""
+    """Load a YAML file, or the config stored in a run's folder."""
     if not is_run(path):
         return load_config(path, overrides or ())
     return load_config(Path(path) / CONFIG, overrides or (), kept=True).kept_in(Path(path))

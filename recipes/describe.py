@@ -1,6 +1,6 @@
-"""Describe a config before anything is allocated: parameters, FLOPs and bytes.
+"""Describe the training step of a config without running it: parameters, FLOPs and bytes.
 
-All is read from shapes and from the lowered program; many equal layers are extrapolated from two.
+Everything follows from shapes and the lowered program. Equal layers are extrapolated from two.
 """
 
 import math
@@ -31,30 +31,30 @@ class Bytes(NamedTuple):
     gradients: int
     optimizer: int
     activations: int
-    """Saved for the backward pass of a batch, before XLA fuses any."""
+    """Saved for the backward pass of a batch, before XLA fuses operations."""
 
 
 class Description(NamedTuple):
     parameters: dict[str, int]
-    """Their number, frozen ones too, by the part of the model."""
+    """Number of parameters, frozen ones included, by part of the model."""
     trained: int
     flops: float
-    """Forward, backward and update, as XLA counts the lowered program, with all turns of scans."""
+    """Of forward pass, backward pass and update, by XLA's count, with all iterations of scans."""
     attention: tuple[str, ...]
-    """The implementations that `ops.dot_product_attention` takes, and why."""
+    """The implementations that `ops.dot_product_attention` chooses, and why."""
     total: Bytes
 
 
 def describe(config: RunConfig) -> Description:
-    """Trace and lower the training step of a config on shapes alone."""
-    config = config.resumed  # the shapes are the config's: the weights of a folder are not read
+    """Trace and lower the training step of a config, with shapes in place of arrays."""
+    config = config.resumed  # shapes follow from the config: do not read the weights in `init`
     _, _, (state, _, _) = abstract_step(config)
     short = _shortened(config)
     with attention_paths() as taken:
         _, step, shapes = abstract_step(short[0])
         step.trace(*shapes)
     costs = [_cost(few) for few in short]
-    # Each further layer costs what the second one does.
+    # Every further layer costs as much as the second one.
     further = getattr(getattr(config, "model", None), "layers", 1) - 1
     (flops, saved), (more_flops, more_saved) = costs[0], costs[-1]
     flops += further * (more_flops - flops)
@@ -88,7 +88,7 @@ def bytes_of(tree: Any) -> int:
 
 
 def _shortened(config: RunConfig) -> list[RunConfig]:
-    """The config of one and of two layers, if all are equal; otherwise itself."""
+    """Return the config with one and with two layers if all are equal, else unchanged."""
     shape = getattr(config, "model", None)
     if not isinstance(shape, TransformerConfig) or shape.layers <= 2 or config.precision.layers:
         return [config]
@@ -97,7 +97,7 @@ def _shortened(config: RunConfig) -> list[RunConfig]:
 
 
 def _cost(config: RunConfig) -> tuple[float, int]:
-    """FLOPs of a step, and bytes of activations of an example."""
+    """Return the FLOPs of a step, and the bytes of activations of an example."""
     graphdef, step, shapes = abstract_step(config)
     with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
         flops = _flops(step.trace(*shapes))
@@ -107,7 +107,7 @@ def _cost(config: RunConfig) -> tuple[float, int]:
 
 
 def _saved_bytes(loss: Callable, state: TrainState, config: RunConfig, size: int) -> int:
-    """Bytes passed to the backward pass of `size` examples, parameters included."""
+    """Count the bytes saved for the backward pass of `size` examples, parameters included."""
 
     def backward(params: Any, rest: Any, batch: Any) -> Any:
         amax, of_amax = over_amax(loss, rest)
@@ -119,7 +119,7 @@ def _saved_bytes(loss: Callable, state: TrainState, config: RunConfig, size: int
 
 
 def program_flops(jaxpr: ClosedJaxpr) -> float:
-    """FLOPs of a program; XLA counts the body of a loop as if it ran once."""
+    """Count the FLOPs of a program, including every iteration of scans, which XLA counts once."""
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
     return _flops(jax.jit(jaxpr_as_fun(jaxpr)).trace(*shapes))
 
@@ -141,7 +141,6 @@ def _of_further_turns(jaxpr: Jaxpr) -> float:
 
 
 def inner_programs(eqn: Any) -> list[Any]:
-
     def is_jaxpr(x: Any) -> bool:
         return isinstance(x, (ClosedJaxpr, Jaxpr))
 
@@ -160,11 +159,11 @@ def report(config: RunConfig) -> Iterator[str]:
         yield f"trained       {facts.trained:>22,}"
     yield f"step          {data.step_size:>22,} {data.step_unit} in {data.batch_size} examples"
     each = facts.flops / data.step_size
-    yield f"FLOPs a step  {facts.flops:>22.4g}, {each:.4g} for one of the {data.step_unit}"
+    yield f"FLOPs a step  {facts.flops:>22.4g}, {each:.4g} for each of the {data.step_unit}"
     yield "bytes of a step, on all devices"
     for name, count in (*facts.total._asdict().items(), ("in all", sum(facts.total))):
         if count:
-            note = ", at most: before XLA fuses any" if name == "activations" else ""
+            note = ", at most: before XLA fuses" if name == "activations" else ""
             yield f"  {name:<12}{count:>22,} bytes{note}"
     for line in facts.attention:
         yield f"attention     {line}"

@@ -1,4 +1,4 @@
-"""Errors that users see, and reading and writing of files, which raises them."""
+"""Errors that users see, and functions that read and write files and raise them."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from rich.console import Console
 
 
 class RecipeError(Exception):
-    """An error that the user can put right; `exit_code` is 2 for wrong input, else 1."""
+    """An error that the user can fix; `exit_code` is 2 for wrong input, else 1."""
 
     def __init__(self, message: str, *, exit_code: int = 2):
         super().__init__(message)
@@ -18,7 +18,7 @@ class RecipeError(Exception):
 
 
 def told_by(error: BaseException) -> RecipeError | None:
-    """The error as one for the user, such as those of the library, or None if it is a bug."""
+    """Return a user's mistake as a RecipeError, also if the library raised it; None for bugs."""
     if isinstance(error, TypeError | ValueError) and str(error).startswith("unitscale."):
         return RecipeError(str(error))
     return error if isinstance(error, RecipeError) else None
@@ -32,14 +32,14 @@ def complain(message: str) -> None:
 
 
 def clipped(value: object, limit: int = 60) -> str:
-    """A value for a message, cut if it is long."""
+    """Format a value for a message, shortened to `limit` characters."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 @contextlib.contextmanager
 def refused(what: str, todo: str, *, exit_code: int = 2) -> Iterator[None]:
-    """Turn an OSError of the block into a message: what could not be done, why, and what to do."""
+    """Turn an OSError in the block into a RecipeError "what: reason; todo"."""
     try:
         yield
     except OSError as error:
@@ -48,7 +48,7 @@ def refused(what: str, todo: str, *, exit_code: int = 2) -> Iterator[None]:
 
 
 def read_text(path: Path, key: str, todo: str = "give the path of a readable file") -> str:
-    """Read a UTF-8 file, which the config's `key` named, without its byte order mark."""
+    """Read a UTF-8 file, without a byte order mark; messages name the config's `key`."""
     try:
         with refused(f"{key}: {path} cannot be read", todo):
             return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
@@ -59,20 +59,20 @@ def read_text(path: Path, key: str, todo: str = "give the path of a readable fil
 
 
 def json_lines(lines: Iterable[str | bytes], where: str) -> Iterator[tuple[int, Any]]:
-    """Parse lines of JSON, with their numbers; `where` comes before a number in messages."""
+    """Yield line numbers and parsed lines of JSON; messages begin with `where` and the number."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise RecipeError(
-                    f"{where}{number}: malformed JSON, or not in UTF-8: {error}; correct or "
-                    "remove the line"
+                    f"{where}{number}: malformed JSON, or not UTF-8: {error}; correct or remove "
+                    "the line"
                 ) from error
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a UTF-8 file as a whole; on any error the old one stays."""
+    """Write a UTF-8 file atomically: after an error the old file is unchanged."""
     draft = path.with_name(path.name + ".tmp")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)

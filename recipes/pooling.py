@@ -1,4 +1,4 @@
-"""One vector of many tokens, unit scaled, for the models of several recipes."""
+"""Unit-scaled mean pooling over tokens, shared by several recipes."""
 
 import math
 
@@ -9,10 +9,10 @@ from unitscale import ops, to_array
 
 
 def mean_of_tokens(x: ops.ArrayLike, mask: jax.Array | None = None) -> jax.Array:
-    """Mean of (batch, time, width) over the tokens of a bool mask (batch, time), unit scaled.
+    """Average x (batch, time, width) over the tokens of a bool mask (batch, time), unit scaled.
 
-    Scaling: y = n^1/2 * mean(x) over the n tokens of the mask, 0 if there are none. Each of these
-    tokens gets time^1/2 of its true gradient, one constant for all texts.
+    Scaling: y = n^1/2 * mean(x) over the n tokens of the mask, or 0 if n is 0. The gradient of each
+    token is time^1/2 times the true one, a constant that does not depend on the text.
     """
     time = x.shape[1]
     tokens = to_array(ops.scale_bwd(x, math.sqrt(time)))

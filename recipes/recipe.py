@@ -1,6 +1,6 @@
-"""The interface of recipes: a model, its data in batches, scores, and closing lines.
+"""The interface of recipes: model, data, scores, and lines to print after training.
 
-A recipe is a package `recipes.<name>` with a module `task`, which fulfils `Recipe`, and a module
+A recipe is a package `recipes.<name>` with a module `task`, which implements `Recipe`, and a module
 `config`, whose subclass of `RunConfig` is listed in `recipes.registry`.
 """
 
@@ -17,7 +17,7 @@ from .config import RunConfig
 
 
 class Examples(NamedTuple):
-    """A sequence of elements, of which `draw` makes examples, and its share of a batch."""
+    """A sequence of elements, a function that draws an example from each, and a mixture weight."""
 
     source: Any
     draw: Callable[[Any, np.random.Generator], Any] | None = None
@@ -30,51 +30,51 @@ class Examples(NamedTuple):
 
 
 class Data(ABC):
-    """The data of a run: endless training, which can be resumed, and finite validation."""
+    """The data of a run: endless training batches, which can be resumed, and validation batches."""
 
     batch_size: int
-    """Examples of a batch, over all processes."""
+    """Examples per batch, over all processes."""
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Identifies the data: runs with the same digest learn from the same."""
+        """A hash of the data: runs with the same digest train on the same data."""
 
     @property
     @abstractmethod
     def summary(self) -> str:
-        """The amount of training data, in words."""
+        """The amount of training data, as text."""
 
     @property
     def token_size(self) -> float | None:
-        """Bytes of validation text per token; None if a token is a byte, or there is no text."""
+        """Mean bytes per token of the validation text; None if tokens are bytes or not text."""
         return None
 
     @abstractmethod
     def examples(self, *, training: bool) -> Sequence[Examples]:
-        """The sources to train on, or to validate on."""
+        """Return the sources of examples for training or validation."""
 
     def save(self, folder: Path) -> None:
-        """Write what using the model needs, such as the tokenizer, to a run's folder."""
+        """Write the files that the trained model needs, such as a tokenizer, to a run's folder."""
         return
 
     def training(self, seed: int, *, process: int = 0, processes: int = 1) -> grain.DatasetIterator:
-        """Endless batches, reshuffled every epoch; each source goes through its own epochs.
+        """Return endless batches, with each source reshuffled in every epoch of its own.
 
-        Batch k is the same for any number of processes, each of which gets its share.
+        Batch k is the same for any number of processes; each process gets its share of the rows.
         """
         found = self.examples(training=True)
-        # Drawn before sharing, so that draws depend on the position among all examples.
+        # Drawn before the split by process, so that a draw depends on the global index.
         endless = [examples.shuffled(seed % 2**32, endless=True) for examples in found]
         dataset = endless[0]
         if len(endless) > 1:
             dataset = grain.MapDataset.mix(endless, [examples.weight for examples in found])
-        # Without a remainder: grain rounds the number of endless batches of one up too far.
+        # drop_remainder: otherwise grain overflows when it counts endless batches of one example.
         share = dataset[process::processes].batch(self.batch_size // processes, drop_remainder=True)
         return iter(share.to_iter_dataset())
 
     def validation(self, batches: int | None = None) -> Iterator[Any]:
-        """The same whole batches each time, at most so many, shuffled once so that few are fair."""
+        """Return the same full batches every time, shuffled, so that a few are representative."""
         parts = [examples.shuffled(0) for examples in self.examples(training=False)]
         dataset = parts[0]
         if len(parts) > 1:
@@ -85,7 +85,7 @@ class Data(ABC):
 
 
 def loss_inputs(batch: Any) -> tuple[Any, ...]:
-    """The arguments of `loss`: a batch that is a tuple, or ids and targets of its windows."""
+    """Return the arguments of `loss`; token windows become inputs and targets."""
     return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
 
 
@@ -93,26 +93,26 @@ class Recipe(Protocol):
     """The functions of a module `recipes.<name>.task`."""
 
     def build(self, config: Any) -> Any:
-        """The model that a config describes, its parameters drawn from `config.seed`.
+        """Build the model that a config describes, with parameters drawn from `config.seed`.
 
         Its `loss(*loss_inputs(batch), deterministic=...)` is a mean in nats per `config.loss_unit`.
         """
         ...
 
     def abstract_batch(self, config: Any) -> Any:
-        """Shapes and dtypes of a training batch."""
+        """Return the shapes and dtypes of a training batch."""
         ...
 
     def load_data(self, config: Any) -> Data:
-        """Read the data that a config names; raise a RecipeError if it is missing or unusable."""
+        """Read the data that a config names; raise RecipeError if it is missing or unusable."""
         ...
 
     def scores(self, config: Any, data: Any, model: Any, folder: Path) -> dict[str, float]:
-        """Scores beside the loss, by name; details may be written to the folder."""
+        """Return scores other than the loss, by name; details may be written to the folder."""
         ...
 
     def closing(self, config: Any, data: Any, model: Any, folder: Path) -> Iterator[str]:
-        """Lines to show of a model that was just trained, beside loss and scores."""
+        """Yield lines to print after training, besides loss and scores, such as a sample."""
         ...
 
 
@@ -125,6 +125,6 @@ def no_closing(config: Any, data: Any, model: Any, folder: Path) -> Iterator[str
 
 
 def recipe_of(config: RunConfig) -> Recipe:
-    """The recipe that a config is of."""
-    # By name, because recipes are built on this module, and few runs need them all.
+    """Import the recipe of a config."""
+    # By name, because recipes import this module, and a run needs only one of them.
     return importlib.import_module(f"recipes.{config.recipe}.task")  # pyright: ignore[reportReturnType]

@@ -1,4 +1,4 @@
-"""Read YAML and `key=value` overrides into the config of a recipe, or say what is wrong."""
+"""Read a YAML file and `key=value` overrides into a recipe's config, or report what is wrong."""
 
 import contextlib
 import difflib
@@ -35,10 +35,10 @@ RECIPES: dict[str, type[RunConfig]] = {
     "images": ImagesConfig,
     "charlm": CharlmConfig,
 }
-"""The config of each recipe, by its name; a file that names none is a GPT's."""
+"""Config classes by recipe; a file without the key `recipe` is of recipe gpt."""
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""The configs that come with the recipes."""
+"""Folder of the configs that come with the recipes."""
 
 Kind = TypeVar("Kind", bound=RunConfig)
 
@@ -48,14 +48,14 @@ def load_config(
 ) -> RunConfig:
     """Read a config file of any recipe, or one of `CONFIGS`, and apply dotted overrides.
 
-    The value of an override such as `train.steps=100` is read as YAML. `kept` reads the config of a
-    trained run, which says what `init` stood for.
+    The value of an override such as `train.steps=100` is read as YAML. Set `kept` for the stored
+    config of a run, which already has the keys that follow from `init`.
     """
     file = _read(_file(Path(path)))
     schema = _schema_of(file.get("recipe", "gpt"), path)
-    if kept or Path(path).name == CONFIG:  # that of a run, perhaps of an earlier version
+    if kept or Path(path).name == CONFIG:  # stored by a run, perhaps of an earlier version
         file = OmegaConf.create(schema.upgraded(OmegaConf.to_container(file)))
-    if "precision" in file:  # the name of a preset, some of whose keys overrides may change
+    if "precision" in file:  # expand a preset's name, so that overrides can change single keys
         file.precision = expand_preset(file.precision)
     for word in overrides:
         _override(file, word, schema)
@@ -69,7 +69,7 @@ def load_config(
 
 
 def load_kind(kind: type[Kind], path: str | Path, overrides: Sequence[str] = ()) -> Kind:
-    """Reads the config of one recipe; see `load_config`."""
+    """Read a config of a known class; see `load_config`."""
     config = load_config(path, overrides)
     assert isinstance(config, kind), f"{path} is of recipe {config.recipe}"
     return config
@@ -99,19 +99,15 @@ def _read(path: Path) -> DictConfig:
         file = OmegaConf.create(text)
     if not isinstance(file, DictConfig) or not file:
         got = "nothing" if not file else "a list"
-        raise RecipeError(
-            f"config file {path}: expected a mapping of keys to values; got {got}; start from "
-            "configs/"
-        )
+        what = f"config file {path}: expected a mapping of keys to values; got {got}"
+        raise RecipeError(f"{what}; start from one in configs/")
     return file
 
 
 def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     key, equals, value = word.partition("=")
     if not equals or not key:
-        raise RecipeError(
-            f"override {word!r}: expected key=value, for example train.steps=100; add the '='"
-        )
+        raise RecipeError(f"override {word!r}: expected key=value, such as train.steps=100")
     mapping, entry = entry_of(key, schema)
     if (field := dict(valid_keys(schema)).get(mapping)) is None:
         raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
@@ -121,10 +117,10 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     new = tree["value"]
     if entry:
         new = {**(OmegaConf.select(file, mapping) or {}), entry: new}
-    # Of a section other keys stay, unless it is emptied; any other mapping takes the file's place.
+    # Merge keys into a section, unless the override is {}; replace any other mapping.
     merge = section_of(field) is not None and isinstance(new, dict) and bool(new)
     if mapping == "precision":
-        new = expand_preset(new)  # the name of a preset takes the place of the section
+        new = expand_preset(new)  # a preset's name replaces the whole section
     OmegaConf.update(file, mapping, new, merge=merge)
 
 

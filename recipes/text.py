@@ -1,4 +1,4 @@
-"""Text in, batches of token windows out: documents, a cache, tokenizers, and windows of tokens."""
+"""Turn text into batches of token windows: documents, tokenizers, a cache, and windows."""
 
 import functools
 import glob
@@ -24,40 +24,36 @@ from .config import BYTES, TOKENIZER_FILE, DataConfig, largest_id, read_tokenize
 from .errors import RecipeError, clipped, json_lines, refused, write_whole
 from .recipe import Data, Examples
 
-# Folders of the standard library that are not its own text: what pip put there, and test suites,
-# which some distributions leave out and which hold deliberately broken files.
+# Folders in the standard library to leave out: installed packages, and test suites, which some
+# distributions lack and which contain files that are broken on purpose.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-# Files that `save_to_disk` of `DatasetDict` and `Dataset` leaves in a folder.
+# Files by which to recognize what `save_to_disk` of `DatasetDict` or `Dataset` wrote.
 _DATASET_MARKS = ("dataset_dict.json", "state.json")
 
-# Documents of a text file: all of it, lines up to and with the blank lines that follow them, lines.
+# Documents of a text file: the whole file; paragraphs with the blank lines after them; lines.
 _DOCUMENT = {
     "file": r"(?s).+",
     "blank_line": r"(?sa)\s*\S.*?(?:\n(?:[^\S\n]*\n)+|\Z)",
     "line": r".*\n|.+",
 }
 
-PIECE = 16 * 2**20  # characters of a text file after which its document ends, at a line's end
-_BATCH = 4 * 2**20  # characters that are encoded together
-_LONG = 2**20  # characters that are encoded at once: each token takes some hundred bytes then
-_PART = 2**16  # characters that the trainer, which collects 256 parts, is given at once
-_MEASURED = 2**20  # tokens whose text is measured
+PIECE = 16 * 2**20  # characters after which a text file is split, at the end of a line
+_BATCH = 4 * 2**20  # characters of documents to encode in one call
+_LONG = 2**20  # most characters to encode as one string, as each token takes hundreds of bytes
+_PART = 2**16  # most characters per string for tokenizer training, which holds 256 strings
+_MEASURED = 2**20  # tokens from which to measure bytes per token
 
 BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-"""Special tokens of a trained WordPiece tokenizer, ids 0 to 4."""
-# Tokens that end a document; a tokenizer's is the first that it has. Gemma has both <eos> and </s>,
-# which is a tag of HTML there.
+"""Special tokens of a trained WordPiece tokenizer, with ids 0 to 4."""
+# Tokens that may end a document; the first one that a tokenizer has is used. Gemma has both <eos>
+# and </s>, but the latter is an HTML tag there.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|eos|>", "[SEP]")
-_ALPHABET = 1000  # characters of a trained WordPiece tokenizer; others are unknown
+_ALPHABET = 1000  # most distinct characters of a trained WordPiece tokenizer
 
 
 def documents(config: DataConfig, row_end: str = "") -> Iterator[str]:
-    """Stream the documents of each text of a config, up to `max_bytes` of UTF-8.
-
-    They are rows, each followed by `row_end`, or of a text file what `data.documents` says; a text
-    file longer than `PIECE` is several documents.
-    """
+    """Stream the documents of a config's texts, up to `max_bytes` each; `row_end` ends rows."""
     for one in config.texts:
         left = one.max_bytes
         found = ((text, kind) for path, kind in _sources(one) for text in _read(path, kind, one))
@@ -72,7 +68,7 @@ def documents(config: DataConfig, row_end: str = "") -> Iterator[str]:
 
 
 def _sources(config: DataConfig) -> list[tuple[Path, str]]:
-    """Files of one text in order, or a dataset's folder, with their formats."""
+    """List the files of one text, or a dataset's folder, each with its format."""
     if config.path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         names = sorted(file.relative_to(root) for file in root.rglob("*.py"))
@@ -89,10 +85,8 @@ def _sources(config: DataConfig) -> list[tuple[Path, str]]:
     files = sorted(filter(Path.is_file, found))
     if not files:
         none = f"has no {config.pattern} (data.pattern)" if path.is_dir() else "does not exist"
-        raise RecipeError(
-            f"data.path: {path} {none}; give a text file, a folder, a glob pattern that matches "
-            "files, or null for the Python standard library"
-        )
+        todo = "give a file, a folder, a glob pattern, or null for Python's standard library"
+        raise RecipeError(f"data.path: {path} {none}; {todo}")
     formats = _FORMATS if kind == "auto" else {}
     other = "text" if kind == "auto" else kind
     return [(file, formats.get(file.suffix.lower(), other)) for file in files]
@@ -107,12 +101,10 @@ def _read(path: Path, kind: str, config: DataConfig) -> Iterator[str]:
             return
         for number, text in enumerate(_rows(path, kind, config), 1):
             if not isinstance(text, str):
-                raise RecipeError(
-                    f"data.path: {path} row {number}: expected text in the field "
-                    f"{config.text_key!r}; got {clipped(text)}; set data.text_key to its field"
-                )
+                where = f"data.path: {path} row {number}: expected text in {config.text_key!r}"
+                raise RecipeError(f"{where}; got {clipped(text)}; set data.text_key to its field")
             yield text
-    # pyarrow raises Python's own errors for files that are missing or damaged.
+    # pyarrow raises Python's own errors for missing or damaged files.
     except (ImportError, OSError, ValueError, KeyError) as error:
         raise RecipeError(
             f"data.path: {path} cannot be read: {error}; check the file, data.format, data.split "
@@ -141,7 +133,7 @@ def _rows(path: Path, kind: str, config: DataConfig) -> Iterator[Any]:
 
 
 def _cache_key(config: DataConfig, settings: Mapping[str, Any]) -> str:
-    """A hash of the text's bytes, of which of them are read, and of other settings."""
+    """Hash the bytes of all texts, the keys that select from them, and other settings."""
     with refused(f"data.path: {config.path} cannot be read", "check its permissions"):
         texts = [[[kind, _digest(path)] for path, kind in _sources(one)] for one in config.texts]
     keys = {"max_bytes", "text_key", "split", "documents"}
@@ -157,12 +149,12 @@ def _digest(path: Path) -> str | list[Any]:
 
 
 def _cached(config: DataConfig, name: str, build: Callable[[Path], None]) -> Path:
-    """The path of a file of the cache; the first process that needs it writes it, by `build`."""
+    """Return the path of a cached file; the first process that needs it calls `build`."""
     root = Path(config.cache_dir or platformdirs.user_cache_dir("unitscale", appauthor=False))
     path, draft = root / name, root / f"{name}.tmp"
     todo = "free space, change its permissions, or set data.cache_dir to another folder"
     with refused(f"data.cache_dir: cannot write {root}", todo, exit_code=1):
-        if not path.exists():  # where it does, the folder may be read-only
+        if not path.exists():  # else write nothing, as the folder may be read-only
             root.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(root / f"{name}.lock"):
                 if not path.exists():
@@ -172,7 +164,7 @@ def _cached(config: DataConfig, name: str, build: Callable[[Path], None]) -> Pat
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte: 256 ids, no training, and any text goes through unchanged."""
+    """A tokenizer with one token per UTF-8 byte."""
 
     vocab = BYTES
     dtype = np.dtype(np.uint8)
@@ -186,7 +178,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`; a byte sequence that is no character becomes U+FFFD."""
+        """Decode ids; invalid bytes become U+FFFD."""
         return np.asarray(ids, np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
@@ -208,7 +200,7 @@ class SubwordTokenizer:
 
     @property
     def start(self) -> tuple[int, ...]:
-        """The special tokens that the tokenizer puts before a text, such as Llama's first one."""
+        """The special tokens that the tokenizer puts before a text, such as Llama's <s>."""
         encoded = self.inner.encode("a")
         pairs = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
         return tuple(index for index, _ in itertools.takewhile(lambda pair: pair[1], pairs))
@@ -219,7 +211,7 @@ class SubwordTokenizer:
         return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
     def id(self, token: str) -> int:
-        """The id of a token such as "[CLS]"."""
+        """Return the id of a token such as "[CLS]"; raise an error if there is none."""
         index = self.inner.token_to_id(token)
         if index is None:
             raise RecipeError(
@@ -232,7 +224,7 @@ class SubwordTokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, on all processor cores; of a long text in parts cut at lines."""
+        """Encode texts on all processor cores; long texts are split at lines first."""
         parts = [list(_cut_at_lines(text, _LONG)) for text in texts]
         flat = [part for one in parts for part in one]
         encoded = iter(self.inner.encode_batch_fast(flat, add_special_tokens=False))
@@ -246,7 +238,7 @@ class SubwordTokenizer:
 
 
 Tokenizer: TypeAlias = ByteTokenizer | SubwordTokenizer
-"""`vocab` is one more than the largest id, `eos` the id that ends a document (None for none)."""
+"""`vocab` is the largest id plus one; `eos` is the id that ends a document, or None."""
 
 
 def _cut_at_lines(text: str, most: int) -> Iterator[str]:
@@ -262,12 +254,12 @@ def require_vocab(tokenizer: Tokenizer, vocab: int, where: str = "the model") ->
     if tokenizer.vocab > vocab:
         raise RecipeError(
             f"data.tokenizer: expected at most the {vocab} ids that {where} has; got a tokenizer "
-            f"of {tokenizer.vocab}; use that of {where}, or train another with model.vocab null"
+            f"of {tokenizer.vocab}; use the one of {where}, or train a model with model.vocab null"
         )
 
 
 def open_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer that a config asks for; a trained one comes from the cache if it is there."""
+    """Open a config's tokenizer; one that is trained on the text is cached."""
     settings = config.tokenizer
     if settings.kind == "byte":
         return ByteTokenizer()
@@ -288,7 +280,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def train_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
-    """Trains a byte-level BPE as GPT-2's, or a WordPiece as BERT's, on a config's documents."""
+    """Train a byte-level BPE like GPT-2's, or a WordPiece like BERT's, on a config's documents."""
 
     def parts() -> Iterator[str]:
         return (part for text in documents(config) for part in _cut_at_lines(text, _PART))
@@ -299,9 +291,9 @@ def train_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
         bpe = tokenizers.ByteLevelBPETokenizer(lowercase=lowercase)
         bpe.train_from_iterator(parts(), ids, special_tokens=[_ENDS[0]], **options)
         return tokenizers.Tokenizer.from_str(bpe.to_str())
-    # The trainer numbers the characters inside words in random order, and of pieces that occur
-    # equally often joins those of lower numbers first. It is given these characters in order, as
-    # special tokens, which they are no longer when it is done.
+    # To make training deterministic, give the trainer the characters inside words as special
+    # tokens. Otherwise it numbers them in random order, and it joins equally frequent pieces by
+    # number. The tokenizer that is then made from its vocabulary has them as usual tokens.
     wordpiece = tokenizers.BertWordPieceTokenizer(lowercase=lowercase)
     counts: Counter[str] = Counter()
     inside: set[str] = set()
@@ -325,10 +317,8 @@ def train_tokenizer(config: DataConfig) -> tokenizers.Tokenizer:
 
 
 def tokenize(config: DataConfig, tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens (tokens,) of a config's documents, mapped from a file of the cache.
-
-    Each document ends with the tokenizer's `eos`; without one, each row with a newline.
-    """
+    """Return the tokens (tokens,) of a config's documents, memory-mapped from the cache."""
+    # Documents end with `eos`. If the tokenizer has none, rows end with a newline.
     end = np.array([] if tokenizer.eos is None else [tokenizer.eos], tokenizer.dtype)
 
     def build(path: Path) -> None:
@@ -340,9 +330,9 @@ def tokenize(config: DataConfig, tokenizer: Tokenizer) -> np.ndarray:
 
     key = _cache_key(config, {"tokenizer": tokenizer.identity})
     path = _cached(config, f"tokens-{key}", build)
-    # An empty file cannot be mapped.
-    size = path.stat().st_size
-    return np.memmap(path, tokenizer.dtype, mode="r") if size else np.empty(0, tokenizer.dtype)
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.empty(0, tokenizer.dtype)
+    return np.memmap(path, tokenizer.dtype, mode="r")
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -357,7 +347,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def windows(tokens: np.ndarray, length: int, stride: int) -> grain.MapDataset:
-    """Window i is the tokens (length,) from token i * stride, int32."""
+    """Return a dataset whose element i is the int32 tokens (length,) from token i * stride."""
     count = max(0, (tokens.size - length) // stride + 1)
     return grain.MapDataset.range(count).map(
         lambda index: tokens[index * stride : index * stride + length].astype(np.int32)
@@ -365,7 +355,7 @@ def windows(tokens: np.ndarray, length: int, stride: int) -> grain.MapDataset:
 
 
 class Text(NamedTuple):
-    """Tokens (tokens,) of one text, its share of each batch, and its path."""
+    """Training and validation tokens (tokens,) of one text, its mixture weight, and its path."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -375,10 +365,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus(Data):
-    """One text or a mixture of several, and the windows that are cut from their tokens.
-
-    Training windows start at any token; validation windows do not overlap.
-    """
+    """One text or a mixture of texts, cut into windows of tokens."""
 
     texts: Sequence[Text]
     sequence_length: int
@@ -390,10 +377,10 @@ class Corpus(Data):
             examples = self.examples(training=part == "train")
             for text, (source, *_) in zip(self.texts, examples, strict=True):
                 if not len(source):
+                    size = getattr(text, part).size
                     raise RecipeError(
-                        f"data.sequence_length: the {getattr(text, part).size} {part} tokens of "
-                        f"{text.path} are too few for {self.sequence_length}; use more text, a "
-                        "shorter data.sequence_length, or another data.validation_fraction"
+                        f"data.sequence_length: the {size} {part} tokens of {text.path} are too "
+                        f"few for {self.sequence_length}; lower it, or add text"
                     )
 
     @property
@@ -427,11 +414,11 @@ class Corpus(Data):
         save_tokenizer(self.tokenizer, folder)
 
     def examples(self, *, training: bool) -> Sequence[Examples]:
-        """Inputs and, one token further, targets of each text."""
+        """Return windows of each text, one token longer than a sequence, to include targets."""
         found = []
         for text in self.texts:
             tokens = text.train if training else text.validation
-            # Grain shuffles at most 2**32 elements.
+            # Training windows start at any token, but Grain shuffles at most 2**32 elements.
             stride = 1 + tokens.size // 2**32 if training else self.sequence_length
             source = windows(tokens, self.sequence_length + 1, stride)
             found.append(Examples(source, weight=text.weight))
@@ -439,7 +426,7 @@ class Corpus(Data):
 
 
 def load_corpus(config: DataConfig, vocab: int | None = None) -> Corpus:
-    """The tokens of a config's texts, whose tokenizer may have at most `vocab` ids."""
+    """Tokenize a config's texts, with a tokenizer of at most `vocab` ids."""
     tokenizer = open_tokenizer(config)
     if vocab is not None:
         require_vocab(tokenizer, vocab)

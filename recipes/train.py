@@ -1,7 +1,7 @@
-"""The training loop: data, steps, reports, checkpoints, from top to bottom.
+"""The training loop: data, steps, reports and checkpoints.
 
-The loop never waits for the device between log lines. A step whose loss or gradient is not finite
-changes nothing, and neither does any step after it, so that the loop can find out why.
+The loop does not wait for the device between log lines. After a step whose loss or gradient is not
+finite, the compiled steps leave the state unchanged, so that the loop can find the cause.
 """
 
 import contextlib
@@ -76,15 +76,11 @@ class Outcome(NamedTuple):
 
 
 def train(
-    config: RunConfig,
-    *,
-    fresh: bool = False,
-    convert: bool = False,
-    console: Console | None = None,
+    config: RunConfig, *, fresh: bool = False, convert: bool = False, console: Console | None = None
 ) -> Outcome:
-    """Train, or go on from the newest complete checkpoint of the same run, in every process.
+    """Train a run, or resume it from its newest complete checkpoint. Call it in every process.
 
-    `fresh` moves an earlier run of this name aside; `convert` goes on in other number formats.
+    `fresh` renames an earlier run's folder; `convert` resumes in the config's number formats.
     """
     console = (console or Console()) if is_first() else Console(quiet=True)
     data = recipe_of(config).load_data(config if fresh else with_kept_tokenizer(config))
@@ -109,7 +105,7 @@ def train(
                 exit_code=1,
             ) from error
         finally:
-            if jax.process_count() == 1:  # of several another may be gone, and would be waited for
+            if jax.process_count() == 1:  # otherwise closing may wait for a process that is gone
                 run.checkpoints.close()
 
 
@@ -131,7 +127,7 @@ class _Run:
         step = make_train_step(self.graphdef, optimizer, config, mesh=self.mesh)
         self.step = on_mesh(step, self.state, self.mesh)
         self.evaluate = make_evaluation(self.graphdef, config.precision, mesh=self.mesh)
-        # The batches since the last look at values, which tell where they are not finite.
+        # Batches since values were last checked, to find where one is not finite.
         self.recent: deque[Any] = deque(maxlen=config.train.log_every + 1)
         self.signal: Signals | None = None
         self.speeds: list[float] = []  # between log lines
@@ -150,7 +146,7 @@ class _Run:
         )
         start = self.resume()
         if is_first():
-            self.data.save(self.folder)  # never over what a run of other data left
+            self.data.save(self.folder)  # after resume(), which refuses other data
         if start < self.config.train.steps:
             self.loop(start)
         if self.signal is None:
@@ -160,7 +156,7 @@ class _Run:
         return Outcome(self.folder, step, None, {}, int(self.signal))
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint; return the number of steps done."""
+        """Load the newest complete checkpoint; return the number of steps done."""
         restored = restore(self.config, self.checkpoints, self.state, self.mesh, self.say)
         if restored is None:
             return 0
@@ -198,8 +194,8 @@ class _Run:
         self.recent.append(batch)
         self.progress.update(self.bar, completed=done)
         logging = done % settings.log_every == 0 or done == settings.steps
-        self.signal = stop.agreed(logging=logging)  # asked once, so that a stop is saved
-        validating = done % settings.eval_every == 0  # also before a stop: resumed, it is past
+        self.signal = stop.agreed(logging=logging)  # read once, because it may change
+        validating = done % settings.eval_every == 0  # also on a stop, as resuming skips it
         ending = done == settings.steps or self.signal is not None
         saving = done % settings.checkpoint_every == 0 or ending
         looking = logging or validating or saving
@@ -214,7 +210,7 @@ class _Run:
         if saving:
             self.save(done)
         if looking or done == self.start + 1:
-            jax.block_until_ready(values)  # the first step compiles, which is no part of the speed
+            jax.block_until_ready(values)  # the first step compiles: leave it out of the speed
             self.clock = done, time.perf_counter()
         return None if self.signal is not None else self.state
 
@@ -230,7 +226,7 @@ class _Run:
         facts = {
             "loss": loss,
             "gradient_norm": float(values["gradient_norm"]),
-            # The rate of the last update, or of the first one if there was none yet.
+            # Of the last update, or of the first one if every step so far was skipped.
             "learning_rate": float(np.asarray(self.schedule(max(updates - 1, 0)))),
             **({f"{data.step_unit}_per_second": speed} if timed else {}),
             **shares,
@@ -247,7 +243,7 @@ class _Run:
 
     def save(self, step: int) -> None:
         if not _is_finite(jax.tree.leaves(self.state.params)):
-            raise self.ruined(f"step {step}: its update has left weights that are not finite")
+            raise self.ruined(f"step {step}: the update made weights that are not finite")
         facts = {"formats": formats(self.config), "text": self.data.digest}
         self.checkpoints.save(step, self.state, self.batches.get_state(), facts, wait=False)
 
@@ -259,15 +255,15 @@ class _Run:
         return loss
 
     def check_finite(self, done: int) -> None:
-        """Wait for the device, and raise if a step since the last look was not finite."""
+        """Wait for the device; raise an error if a step since the last check was not finite."""
         good = int(self.state.step)
         if good == done:
             return
-        batch = self.recent[good - done]  # the batch of the first step that did not count
+        batch = self.recent[good - done]  # the batch of the first step that was not finite
         reading = probe(self.model(), *loss_inputs(whole(batch)))
         where = reading.first_not_finite() or "the gradient norm (dropout or the sum overflowed)"
         tolerated = self.config.optimizer.skip_nonfinite
-        after = f", after {tolerated} such steps in a row that were left out" if tolerated else ""
+        after = f", after {tolerated} such steps in a row were skipped" if tolerated else ""
         raise self.ruined(
             f"step {good + 1}: the loss or its gradient is not finite{after}; the first value that "
             f"is not finite is {where}"
@@ -276,7 +272,7 @@ class _Run:
     def ruined(self, what: str) -> RecipeError:
         return RecipeError(
             f"{what}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, set "
-            "optimizer.clip_norm, or choose a policy of wider range, and begin again with --fresh",
+            "optimizer.clip_norm, or choose a policy of wider range, and start again with --fresh",
             exit_code=1,
         )
 
@@ -287,7 +283,7 @@ class _Run:
     def finish(self) -> Outcome:
         config, step = self.config, int(self.state.step)
         validation = self.validation_loss(step)
-        params, rest = whole((self.state.params, self.state.rest))  # what follows is one process's
+        params, rest = whole((self.state.params, self.state.rest))  # one process does the rest
         self.state = self.state._replace(params=params, rest=rest)
         if not is_first():
             return Outcome(self.folder, step, validation, {}, None)
@@ -302,16 +298,16 @@ class _Run:
         speed = f", {statistics.median(self.speeds):,.0f} {unit}/s" if self.speeds else ""
         self.say(
             f"trained in {policy}{speed}: validation loss "
-            f"{shown(config, validation, self.data.token_size)} (of at most "
-            f"{config.train.eval_batches} batches; evaluate takes all); plots (loss.png, rms.png), "
-            f"metrics and checkpoint are in {self.folder}"
+            f"{shown(config, validation, self.data.token_size)} (over at most "
+            f"{config.train.eval_batches} batches; `evaluate` uses all); plots (loss.png, "
+            f"rms.png), metrics and checkpoints are in {self.folder}"
         )
         return Outcome(self.folder, step, validation, scores, None)
 
     def plot(self) -> None:
         batch = loss_inputs(next(self.data.validation(1)))
         before, after = probe(build_model(self.config), *batch), probe(self.model(), *batch)
-        plot_rms(self.folder, {"at initialisation": before, "after training": after})
+        plot_rms(self.folder, {"at initialization": before, "after training": after})
         plot_loss(self.folder, per=self.config.loss_unit)
 
 
@@ -321,7 +317,7 @@ def _is_finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 def save_scores(folder: Path, scores: dict[str, float], say: Callable[[str], None]) -> None:
-    """Write scores, if there are any, to a run's folder, and say them: "f1 91.25"."""
+    """Write scores, if any, to a run's folder, and print them, such as "f1 91.25"."""
     if scores:
         write_json(folder / SCORES, scores)
         named = (f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items())
@@ -329,7 +325,7 @@ def save_scores(folder: Path, scores: dict[str, float], say: Callable[[str], Non
 
 
 def shown(config: RunConfig, loss: float, size: float | None = None) -> str:
-    """A loss in words: in nats, and for text in bits; `size` is bytes per token."""
+    """Format a loss in nats, and for text also in bits; `size` is bytes per token."""
     words = f"{loss:.4f} nats per {config.loss_unit}"
     if config.loss_unit in ("token", "character"):
         bits = loss / math.log(2)

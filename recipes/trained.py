@@ -1,4 +1,4 @@
-"""Use a trained model: evaluate it, write text with it, export its arrays."""
+"""Use a trained model: evaluate it, generate text, or export its arrays."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +23,12 @@ from .train import save_scores, shown
 
 
 def evaluate(config: RunConfig, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
-    """Say what `python -m recipes evaluate` prints: loss over all validation data, scores."""
+    """Report the loss over all validation data, and the scores."""
     recipe = recipe_of(config)
     graphdef, restored = load_checkpoint(config, warn)
     state, data = restored.state, recipe.load_data(with_kept_tokenizer(config, needed=True))
     if restored.facts.get("text", data.digest) != data.digest:
-        say("the data is not what the run was trained on: its loss there is another")
+        say("this is not the data that the run was trained on; its loss differs")
     evaluation = make_evaluation(graphdef, config.precision)
     loss = mean_loss(evaluation, state.params, state.rest, data.validation())
     say(f"step {int(state.step)}  validation loss {shown(config, loss, data.token_size)}")
@@ -41,13 +41,13 @@ def _model(config: RunConfig, graphdef: nnx.GraphDef, state: TrainState) -> nnx.
 
 
 def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
-    """Open the model of a run with its tokenizer, to write text."""
+    """Open a run's model and tokenizer for generating text."""
     model: Any = _model(config, *load_trained(config, say))
     data = with_kept_tokenizer(config, needed=True).data
     if not hasattr(model, "init_cache") or not isinstance(data, DataConfig):
         raise RecipeError(
             f"recipe: expected a model that continues text; got one of recipe {config.recipe}; "
-            "name a config of recipe gpt"
+            "give a config of recipe gpt"
         )
     tokenizer = open_tokenizer(data)
     require_vocab(tokenizer, model.config.vocab)
@@ -55,7 +55,7 @@ def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
 
 
 def open_folder(folder: str, adapter: str | None = None) -> Writer:
-    """Open the decoder of a Hugging Face folder, with a LoRA adapter's folder added to it."""
+    """Open the decoder in a Hugging Face folder, with a LoRA adapter added if one is given."""
     pretrained = load(folder, "lm", adapter=adapter)
     tokenizer = SubwordTokenizer.read(Path(folder) / TOKENIZER_FILE, key=folder)
     require_vocab(tokenizer, pretrained.config.vocab, folder)
@@ -76,10 +76,10 @@ def export(config: RunConfig, path: Path, say: Callable[[str], None]) -> str:
 
 
 def save_tensors(model: nnx.Module, path: Path) -> int:
-    """Write the arrays of a model by dotted path, without the padding of vocabularies."""
+    """Write a model's arrays under dotted paths, without the padding of vocabularies."""
     arrays, variables = {}, dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))))
     for parts, module in nnx.iter_modules(model):
-        for name, variable in vars(module).items():  # a state has shared variables only once
+        for name, variable in vars(module).items():  # `nnx.state` lists shared variables once
             if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState):
                 variables.setdefault((*parts, name), variable)
     for parts, variable in variables.items():
@@ -91,6 +91,6 @@ def save_tensors(model: nnx.Module, path: Path) -> int:
         arrays[name] = to_array(value, "float32")
     with refused(f"cannot write {path}", "give a path that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()  # of a path that cannot be written the library says less
+        path.open("ab").close()  # for a clearer error than safetensors gives
         tensors.save_file(arrays, str(path))
     return len(arrays)

@@ -1,4 +1,4 @@
-"""Many results from one compiled program: to compile takes far longer than to run in these tests.
+"""Compute many results in one compiled program, because these tests mostly wait for compilation.
 
 TABLE = {"sin": jnp.sin, "cos": jnp.cos}
 
@@ -20,17 +20,17 @@ Name = TypeVar("Name")
 
 
 def chunks(names: Iterable[Any], size: int = 32) -> list[Any]:
-    """Parameters of a test that checks some entries of a table at a time; ids say which."""
+    """Make the parameters of a test that checks several entries of a table at once."""
     names = list(names)
     parts = [names[i : i + size] for i in range(0, len(names), size)]
     return [pytest.param(part, id=f"{_text(part[0])}..{_text(part[-1])}") for part in parts]
 
 
 def compute(table: Mapping[Name, tuple[Any, ...]]) -> dict[Name, Any]:
-    """Returns ``{name: f(*args)}`` of ``{name: (f, *args)}``, compiled as one program.
+    """Return `{name: f(*args)}` for `{name: (f, *args)}`, compiled as one program.
 
-    Arguments are traced, so that they are arrays, numbers or trees of them; what must be static is
-    bound into the function. Read the results with NumPy: an operation of `jnp` compiles again.
+    Arguments are traced, so they must be arrays, numbers or trees of these; bind static ones to the
+    function. Read the results with NumPy, because `jnp` would compile more programs.
     """
     functions: dict[Name, Callable[..., Any]] = {name: row[0] for name, row in table.items()}
 
@@ -47,7 +47,7 @@ def compute(table: Mapping[Name, tuple[Any, ...]]) -> dict[Name, Any]:
 
 @contextlib.contextmanager
 def entry(name: Any) -> Iterator[None]:
-    """Failures inside say which entry of the table they are about."""
+    """Name the entry of the table in failures inside the block."""
     try:
         yield
     except Exception as error:

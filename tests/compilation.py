@@ -1,4 +1,4 @@
-"""How programs of the tests are compiled, and where they are kept between runs."""
+"""How programs in tests are compiled and cached."""
 
 import hashlib
 import os
@@ -16,10 +16,10 @@ USUAL_EMITTER = {"xla_cpu_use_fusion_emitters": True} if _QUICKER_EMITTER else {
 
 
 def xla_flags(given: str) -> str:
-    """Eight devices and quick compilation on the CPU, where the given flags do not say otherwise.
+    """Add flags for eight CPU devices and quick compilation, unless the given flags set them.
 
-    The older emitter compiles a small kernel in a third of the time, and one module of LLVM a
-    program saves as much again where no core is free.
+    XLA's older emitter compiles a small kernel in a third of the time. A single LLVM module per
+    program is as much faster again if no core is idle.
     """
     flags = ["--xla_force_host_platform_device_count=8"]
     if _QUICKER_EMITTER:
@@ -30,10 +30,10 @@ def xla_flags(given: str) -> str:
 
 
 def cache_folder() -> Path:
-    """A folder of the user's cache, one for each kind of processor.
+    """Return a folder in the user's cache that depends on the kind of processor.
 
-    JAX's key has the program, its options and the versions, but not the processor that the machine
-    code is for.
+    JAX's cache keys contain the program, its options and versions, but not the processor for which
+    the machine code is.
     """
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "unitscale" / "compiled" / _processor()

@@ -1,4 +1,4 @@
-"""What every test run shares: platform, quick compilation, deterministic property tests, marks."""
+"""Settings of all test runs: platform, quick compilation, deterministic property tests, marks."""
 
 import ctypes
 import gc
@@ -53,7 +53,7 @@ def _can_run(mark: str) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Programs are compiled often here and run once; `OPTIMIZED = True` in a module says not so."""
+    """Compile without optimizations, as most programs run once, unless `OPTIMIZED` is set."""
     quick = not getattr(request.module, "OPTIMIZED", False)
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
@@ -62,7 +62,7 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_are_dropped() -> Iterator[None]:
-    """A run of everything compiles more than a machine may have memory for."""
+    """Drop caches when memory is short, because a full run compiles very many programs."""
     yield
     if _memory() > _MOST_MEMORY:
         jax.clear_caches()
@@ -71,13 +71,13 @@ def compiled_programs_are_dropped() -> Iterator[None]:
 
 
 def _give_memory_back() -> None:
-    """glibc keeps what is freed, and memory would look as full after caches are dropped."""
+    """Return freed memory to the system, so that dropping caches shows in the measurement."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def _memory() -> int:
-    """The bytes that this process has in memory; beyond any bound where that is not known."""
+    """Return the resident bytes of this process, or infinity if unknown."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:
@@ -96,10 +96,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _thinned(items: list[pytest.Item], every: int) -> list[pytest.Item]:
-    """For a check of other versions, whose whole tables run elsewhere.
-
-    Chosen by their names, so that no dimension of a table is left out.
-    """
+    """Keep the first and about every Nth case of each test, by a hash of its name."""
     first: dict[str, pytest.Item] = {}
     for item in items:
         first.setdefault(item.nodeid.partition("[")[0], item)
@@ -109,11 +106,7 @@ def _thinned(items: list[pytest.Item], every: int) -> list[pytest.Item]:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest goes by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks examples of docstrings as slow: each of their many small operations is compiled.
-
-    Leaves out what `--every` does, and the tests whose hardware or plugin is not here, which the
-    summary counts.
-    """
+    """Mark doctests as slow; leave out what `--every` skips, or whose hardware is missing."""
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.slow)

@@ -9,12 +9,12 @@ from jax import export
 
 
 def assert_is_read_again(state: Any) -> None:
-    """A program that takes a state and returns one is read with both, and computes the same."""
+    """Check that a program from state to state computes the same after export."""
     assert_computes_the_same(lambda state: jax.tree.map(lambda x: x * 2, state), state)
 
 
 def assert_computes_the_same(function: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """A function that was written and read computes what it did; options are those of `export`."""
+    """Check that a function computes the same after export; `options` are those of `export`."""
     function = jax.jit(function)
     exported = export.export(function, **options)(*args)
     found, expected = export.deserialize(exported.serialize()).call(*args), function(*args)

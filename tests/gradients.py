@@ -1,9 +1,9 @@
-"""Gradients against finite differences: the proof that unit scaling changes no direction.
+"""Compare gradients with finite differences, to show that unit scaling keeps their direction.
 
-A unit-scaled model may multiply the gradient of each parameter by a positive constant of its own,
-and do nothing else to it. `check` compares a gradient with central differences of the same forward
-function, along the gradient (which gives the constant) and along random directions (which must
-agree with it). Tolerances are the differences' own error bounds, never what passed.
+A unit-scaled model may multiply the gradient of each parameter by a positive constant, but must not
+change it otherwise. `check` compares a gradient with central differences of the forward function:
+along the gradient, which gives the constant, and along random directions, which must agree with it.
+Tolerances are error bounds of the differences.
 """
 
 import zlib
@@ -23,12 +23,12 @@ _COARSE = 1e-3
 
 
 def jit(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit` for programs that run once: compiling them takes longer than running them."""
+    """`jax.jit` without optimizations, for programs that run once."""
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
 
 
 class WrongGradient(AssertionError):
-    """A gradient that is no positive constant times the true one."""
+    """A gradient that is not a positive constant times the true one."""
 
 
 def check(
@@ -39,14 +39,14 @@ def check(
     zero: Collection[str] = (),
     gradient: Any = None,
 ) -> dict[str, float]:
-    """Checks the gradient of every leaf and returns its constant: ours over the true one.
+    """Check the gradient of every leaf; return the constants (gradient over true gradient).
 
     Args:
         loss: scalar function of a tree of floating arrays of one dtype, deterministic.
         params: the tree.
-        directions: number of random directions beside the gradient's own.
+        directions: number of random directions in addition to the gradient's own.
         zero: endings of the names of leaves whose true gradient is zero.
-        gradient: what to check; `jax.grad(loss)(params)` by default.
+        gradient: the gradient to check; by default `jax.grad(loss)(params)`.
 
     Raises:
         WrongGradient: naming the leaf.
@@ -108,9 +108,9 @@ def _rounding(dtype: Any) -> float:
 
 
 def _difference(moved: Callable, direction: np.ndarray, dtype: Any) -> tuple[float, float]:
-    """The derivative along a unit vector from four points, and a bound on its error.
+    """Estimate the derivative along a unit vector from four points, with an error bound.
 
-    The estimates at two steps differ by more than the truncation error of their extrapolation.
+    The bound: estimates with two step sizes differ by more than the error of their extrapolation.
     """
     # Truncation falls with the step squared and rounding rises with its inverse.
     step = float(jnp.finfo(dtype).eps) ** 0.25

@@ -1,4 +1,4 @@
-"""What became of the products of a program for an H200, read from its text."""
+"""Read from the text of a program for an H200 how its matmuls run."""
 
 import math
 import re
@@ -7,14 +7,14 @@ FP8_GEMM = "__cublas$lt$matmul$f8"
 
 
 def library_calls(program: str) -> list[str]:
-    """Targets of the library calls, in order."""
+    """List the targets of library calls, in order."""
     return re.findall(r'custom_call_target="([^"]+)"', program)
 
 
 def gemms(program: str) -> list[tuple[str, list[str], float]]:
-    """Each FP8 product: type of its result, types of its operands, the factor folded into it.
+    """List the FP8 matmuls: dtype of the result, dtypes of operands, and the folded factor.
 
-    That is alpha times the two scales which an FP8 product has, where they are constants.
+    The factor is alpha times the two scales of the FP8 matmul, if they are constants.
     """
     found = []
     for line in program.splitlines():
@@ -32,7 +32,7 @@ def gemms(program: str) -> list[tuple[str, list[str], float]]:
 
 
 def _number(program: str, name: str) -> float:
-    """A constant, which may have passed through a tuple; NaN if it is none."""
+    """Return the value of a constant, also if it went through a tuple; NaN for others."""
     defined = re.search(rf"%?{re.escape(name)} = \S+ ([\w-]+)\((.*?)\)(?:, index=(\d+))?", program)
     if defined is None:
         return math.nan

@@ -1,4 +1,4 @@
-"""How programs of the tests are lowered: in less time than JAX takes."""
+"""Speed up the lowering of programs in tests."""
 
 import threading
 
@@ -6,10 +6,10 @@ from jax._src.interpreters import mlir
 
 
 def keep_mlir_contexts() -> None:
-    """One context of MLIR for each thread, where JAX makes one, with every dialect, a program.
+    """Use one MLIR context per thread; JAX makes one per program, with all dialects.
 
-    For a small program that takes longer than to lower it. One that is lowered while another is
-    has a context of its own, as its module would be put into the other's.
+    For small programs, making a context takes longer than lowering. A program that is lowered
+    during the lowering of another still gets its own context, to keep their modules apart.
     """
     make, of_thread = mlir.make_ir_context, threading.local()
 

@@ -1,4 +1,4 @@
-"""Flax modules for tests: parameters that NumPy draws, and losses by them alone."""
+"""Flax modules for tests, with parameters drawn by NumPy, and losses as functions of these."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,9 +18,9 @@ FLOAT64 = nn.Policy(param_dtype="float64", compute_dtype="float64")
 
 
 def build(make: Callable[[], Module], seed: int = 0) -> Module:
-    """Returns `make()`, but all its parameters from N(0, 1), gains and biases at 0.3 of it.
+    """Return `make()` with parameters from N(0, 1), and gains and biases from 0.3 * N(0, 1).
 
-    JAX would compile a program for every shape that it draws.
+    NumPy draws them, because JAX would compile a program for every shape.
     """
     graphdef, params, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
     rng = np.random.default_rng(seed)
@@ -35,9 +35,9 @@ def build(make: Callable[[], Module], seed: int = 0) -> Module:
 
 
 def model_loss(model: nnx.Module, f: Callable[[Any], jax.Array]) -> tuple[Loss, Any]:
-    """Returns ``f(model)`` as a function of the model's parameters, and the parameters.
+    """Return `f(model)` as a function of the model's parameters, and the parameters.
 
-    Everything else, such as the streams of random keys, starts from the same state at each call.
+    All other state, such as random keys, is the same in every call.
     """
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     return lambda params: f(nnx.merge(graphdef, params, rest, copy=True)), params

@@ -1,4 +1,4 @@
-"""`optim.scaled` as tests use it: their arrays are small, and all are stored."""
+"""`optim.scaled` for tests, in which all arrays are small but stored in narrow formats."""
 
 import functools
 

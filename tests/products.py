@@ -1,4 +1,4 @@
-"""What programs multiply, and what they convert."""
+"""Find the matmuls and conversions in jaxprs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ CONVERSIONS = "convert_element_type", "bitcast_convert_type"
 
 
 def products(jaxpr: Any) -> list[tuple[str, ...]]:
-    """Primitive and operand types of every product of a jaxpr."""
+    """List the primitive and operand dtypes of every matmul in a jaxpr."""
     return [
         (eqn.primitive.name, *(x.aval.dtype.name for x in eqn.invars))
         for eqn in equations(jaxpr)
@@ -19,7 +19,7 @@ def products(jaxpr: Any) -> list[tuple[str, ...]]:
 
 
 def conversions(jaxpr: Any, dtype: str) -> list[tuple[int, ...]]:
-    """The shape of every array of a jaxpr that is converted to a dtype."""
+    """List the shapes of all arrays in a jaxpr that are converted to a dtype."""
     return [
         eqn.outvars[0].aval.shape
         for eqn in equations(jaxpr)
@@ -28,7 +28,7 @@ def conversions(jaxpr: Any, dtype: str) -> list[tuple[int, ...]]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, after inner ones; of what differs by platform, this machine's."""
+    """Yield the equations of a jaxpr as lowered for this platform, inner ones first."""
     for eqn in jaxpr.eqns:
         params = eqn.params
         if platforms := params.get("branches_platforms"):

@@ -1,4 +1,4 @@
-"""Tables of calls that are refused, as tests."""
+"""Tests from tables of calls that must raise errors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ Refusal = tuple[type[Exception], Callable[..., object], str]
 
 
 def refuses(table: Sequence[Refusal], *args: Any) -> Any:
-    """The test that each call of a table raises its error, of a message that matches."""
+    """Make a test that each call of a table raises its error with a matching message."""
 
     @pytest.mark.parametrize(("error", "call", "match"), table)
     def test(error: type[Exception], call: Callable[..., object], match: str) -> None:

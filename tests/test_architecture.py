@@ -1,4 +1,4 @@
-"""The rules of the house that ruff and lint-imports do not check."""
+"""Rules of CONTRIBUTING.md that ruff and lint-imports do not check."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ def name_of(path: Path) -> str:
 
 
 def public(node: ast.AST, inside: bool) -> bool:
-    """Whether an import of unitscale's is relative inside of it, and of public names elsewhere."""
+    """Return True if an import is relative inside unitscale, or of public names elsewhere."""
     match node:
         case ast.ImportFrom(level=0, module=str(module), names=names):
             dotted = [f"{module}.{alias.name}" for alias in names]
@@ -37,7 +37,7 @@ def public(node: ast.AST, inside: bool) -> bool:
 
 
 def complaints(source: str, inside: bool, layer: str = "") -> Iterator[str]:
-    """What is wrong with a file of recipes/ or, inside, of the library."""
+    """List what is wrong with a file of recipes/, or (inside) of the library."""
     for node in ast.walk(ast.parse(source)):
         line = getattr(node, "lineno", 0)
         if not public(node, inside):
@@ -63,7 +63,7 @@ def test_files_keep_the_rules() -> None:
 
 
 def budgets() -> list[tuple[str, int, int]]:
-    """The table "Size" of CONTRIBUTING.md: package, lines at most, files at most."""
+    """Read the table "Size" of CONTRIBUTING.md: package, most lines, most files."""
     rows = re.findall(
         r"^\| `([\w/]+)/` \| ([\d,]+) \| (\d+) \|",
         (ROOT / "CONTRIBUTING.md").read_text("utf-8"),

@@ -15,7 +15,7 @@ def parsed(path: Path) -> list[ast.stmt]:
 
 
 def public_names(package: Path) -> dict[str, tuple[bool, str]]:
-    """Of each name from a package's modules: is it a function or class, and its docstring."""
+    """Map names of a package's modules to whether they are callable, and their docstrings."""
     found = {}
     for node in parsed(package / "__init__.py"):
         if isinstance(node, ast.ImportFrom) and node.level and node.module:

@@ -1,4 +1,4 @@
-"""`python -m unitscale.doctor`: what it reports of machines in order and out of order."""
+"""Reports of `python -m unitscale.doctor` about working and broken machines."""
 
 import importlib.metadata
 import os
@@ -30,14 +30,14 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def has(monkeypatch: pytest.MonkeyPatch, requires: list[str], **versions: str) -> None:
-    """Makes unitscale require packages, and these versions installed."""
+    """Pretend that unitscale requires packages, and that these versions are installed."""
     installed = [SimpleNamespace(name=n, version=v) for n, v in versions.items()]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: installed)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
 
 
 def test_a_machine_in_order() -> None:
-    """In a process of its own, without Flax and optax: only unitscale.nn and optim need them."""
+    """Run it in a process without Flax and optax, which only unitscale.nn and optim need."""
     hidden = "sys.modules['flax'] = sys.modules['optax'] = None"
     code = f"import sys; {hidden}; import unitscale.doctor; sys.exit(unitscale.doctor.main())"
     ran = subprocess.run(

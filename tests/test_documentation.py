@@ -1,7 +1,6 @@
-"""The Python of README and documentation runs: a page's blocks one after the other.
+"""Python blocks of README and documentation run, in the order of the page.
 
-Blocks marked ``python`` are whole programs, or go on where the one before ended; those marked
-``py`` are shown only.
+Blocks marked `python` are programs, or continue the block before. Blocks marked `py` do not run.
 """
 
 import re

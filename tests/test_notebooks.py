@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, shows no warning, and says what it said when saved."""
+"""Notebooks run from top to bottom without warnings, and print what they printed when saved."""
 
 import os
 import re
@@ -26,22 +26,22 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def kinds(cell: Any) -> list[str]:
-    """What a cell shows: the kind of each output; of a picture that it is one."""
+    """List the kinds of a cell's outputs."""
     return [o.get("name") or " ".join(sorted(o.get("data", [o.output_type]))) for o in cell.outputs]
 
 
 def words(cell: Any) -> list[str]:
-    """The words that a cell printed: numbers may differ between machines, sentences may not."""
+    """Return the words that a cell printed, without numbers, which differ between machines."""
     text = "".join(o.text for o in cell.outputs if o.output_type == "stream")
     return NUMBER.sub("#", text).split()
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The kernel is this interpreter, with this library, on one CPU device.
+    """Start notebooks with this interpreter and library, on one CPU device.
 
-    XLA's own log is off: it reports what took long, as anything does on a busy machine. Warnings
-    of Python are shown, and are then more than a cell was saved with.
+    XLA's log is off, because it reports slow operations, which depend on the machine's load.
+    Warnings of Python are shown, so that they differ from the saved output.
     """
     home = str(tmp_path_factory.mktemp("home"))
     settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

@@ -1,8 +1,8 @@
-"""Compile programs for an NVIDIA H200 on a machine without one, and project the time they take.
+"""Compile programs for an NVIDIA H200 on a machine without one, and project their run time.
 
-`roofline` reads the text of a compiled program: each kernel takes the longest of its matmuls at the
-speed of their format, its other arithmetic, its bytes at the speed of the memory, and the time of
-the smallest kernel. Kernels run one after the other, without gaps, overlap or caches.
+`roofline` reads the text of a compiled program. The time of a kernel is the maximum of four: its
+matmuls at the speed of their format, its other arithmetic, its memory traffic, and the time of the
+smallest kernel. Kernels run one after another, without gaps, overlap or caches.
 """
 
 import collections
@@ -24,7 +24,7 @@ from unitscale.quant import HloInstruction, HloProgram, bits, contracted, parse_
 
 from .wire import collective, devices_of, size_of
 
-# Without a runtime version XLA does not use FP8 kernels.
+# XLA uses FP8 kernels only if the target states a runtime version.
 _TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32
@@ -41,9 +41,9 @@ platform_name: "CUDA"
 device_description_str: "NVIDIA H200 141GB HBM3e"
 """
 
-# Speeds of large kernels on an H200, measured with JAX 0.11.2:
-# matmuls of 8,192 x 8,192, attention of GPT-2 small, XLA's copy of 1 GB, and the smallest kernel.
-# TF32, exact float32, float64 and NVLink are 70 to 80% of the data sheet.
+# Speeds measured on an H200 with JAX 0.11.2: matmuls of 8,192 x 8,192, attention of GPT-2 small,
+# XLA's copy of 1 GB, and the smallest kernel. TF32, exact float32, float64, other arithmetic and
+# NVLink are 70 to 80% of the data sheet's speeds.
 FLOPS = {"FP8 products": 1.32e15, "16-bit products": 0.70e15, "32-bit products": 0.35e15}
 FLOPS |= {"exact 32-bit products": 0.05e15, "64-bit products": 0.05e15}
 ATTENTION_FLOPS, VECTOR_FLOPS = 0.25e15, 0.80 * 33.5e12
@@ -53,45 +53,46 @@ ATTENTION, MEMORY, ARITHMETIC = "attention", "memory-bound", "arithmetic-bound"
 COLLECTIVES, LIBRARY = "collectives", "library calls"
 Type = tuple[str, tuple[int, ...]]
 _COLLECTIVE = re.compile(r"(all-|reduce-scatter|ragged-all|collective-)")
-# Instructions that are no kernel: they name memory, or end what was counted where it started.
+# Instructions that run no kernel.
 _FREE = frozenset({"parameter", "tuple", "get-tuple-element", "constant", "bitcast", "after-all"})
 _FREE |= {"partition-id", "replica-id", "opt-barrier", "optimization-barrier", "domain"}
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand is the update
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # with the index of the update's operand
 _VIEWS = frozenset({"bitcast", "reshape"})
-# Simple float32 operations that an element takes; instructions that only move data take none.
+# Simple float32 operations per element of an instruction, 1 by default, and 0 for moving data.
 _MOVES = _FREE | _SLICES | _VIEWS
 _MOVES |= {"iota", "copy", "broadcast", "transpose", "concatenate", "pad", "reverse", "copy-start"}
 _MOVES |= {"bitcast-convert", "dynamic-update-slice", "fusion", "custom-call", "dot", "scaled-dot"}
 _OPERATIONS: dict[str, int] = dict.fromkeys(("exponential", "log", "rsqrt", "sqrt", "divide"), 8)
 _OPERATIONS |= dict.fromkeys(("exponential-minus-one", "log-plus-one", "logistic", "cbrt"), 16)
 _OPERATIONS |= dict.fromkeys(("erf", "tanh", "sine", "cosine", "tan", "power", "remainder"), 24)
-# Integer units are half as many. XLA writes a rotation, one operation, as these three.
+# Integer operations count 2, as a GPU has half as many units for them. A rotation, which is one
+# operation, appears as these three.
 _ROTATION = {"shift-left": 2 / 3, "shift-right-logical": 2 / 3, "or": 2 / 3}
 
 
 def h200_available() -> bool:
-    """Return whether the CUDA plugin for JAX is installed, which `compile_h200` needs."""
+    """Return True if the CUDA plugin for JAX is installed, which `compile_h200` needs."""
     return importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
 def h200_topology(devices: int = 1) -> topologies.TopologyDescription:
-    """Describe a host with this many H200s; its `devices` make a `jax.sharding.Mesh`."""
+    """Describe a host with this many H200s; use its `devices` for a `jax.sharding.Mesh`."""
     if not h200_available():
         packages = f'"jax-cuda13-plugin=={jax.__version__}" "nvidia-cuda-nvcc==13.*" nvidia-nvvm'
-        raise ImportError(f"An H200 needs the CUDA plugin for JAX; run pip install {packages}")
+        raise ImportError(f"compiling for an H200 needs JAX's CUDA plugin: pip install {packages}")
     return topologies.get_topology_desc(
         platform="cuda", topology_name="", topology=f"1x{devices}x1", target_config=_TARGET
     )
 
 
 def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax.stages.Compiled:
-    """Compile a function for an H200, with `JAX_PLATFORMS=cpu`; it can be read but not called.
+    """Compile a function for an H200, to inspect but not to call; needs `JAX_PLATFORMS=cpu`.
 
     Arguments are arrays or `jax.ShapeDtypeStruct`, on one H200 or sharded over `h200_topology`.
-    With `triton` XLA may write its own kernels for small matmuls.
+    With `triton`, XLA may use Triton kernels for small matmuls.
     """
-    # A new function, so that JAX traces it again.
+    # A new function object, so that JAX traces it again.
     untraced = functools.wraps(f)(lambda *args: f(*args))
     jitted: Any = f if hasattr(f, "lower") else jax.jit(untraced)
     on_one = jax.sharding.SingleDeviceSharding(h200_topology().devices[0])
@@ -102,7 +103,7 @@ def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_one)
 
-    # The library and JAX choose an attention kernel by the GPU that they find.
+    # Pretend to have the GPU, because the library and JAX choose attention kernels by it.
     gpu = types.SimpleNamespace(compute_capability="9.0")
     backend = types.SimpleNamespace(
         platform="gpu", platform_version="cuda 13000", local_devices=lambda: [gpu]
@@ -117,7 +118,7 @@ def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax
 
 
 class Kernel(NamedTuple):
-    """One kernel, with seconds, bytes and FLOPs (of matmuls) of all its runs."""
+    """One kernel, with seconds, bytes and matmul FLOPs summed over all its runs."""
 
     name: str
     kind: str
@@ -129,7 +130,7 @@ class Kernel(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Name stack without layer numbers, and line; the kernel's name if there is neither."""
+        """Name stack without layer numbers, and source line; or else the kernel's name."""
         line = f" at {self.source}" if self.source else ""
         return re.sub(r"\d+", "#", self.op_name) + line or re.sub(r"[.\d]+$", "", self.name)
 
@@ -144,7 +145,7 @@ class Total(NamedTuple):
 
 
 class Roofline(NamedTuple):
-    """The kernels of a program, and how many loops count once because XLA knows no length."""
+    """The kernels of a program; `uncounted` loops of unknown length count as one iteration."""
 
     kernels: tuple[Kernel, ...]
     uncounted: int = 0
@@ -154,11 +155,11 @@ class Roofline(NamedTuple):
     flops = property(lambda self: sum(k.flops for k in self.kernels))
 
     def by_kind(self) -> list[Total]:
-        """Totals of each kind of kernel, the longest first."""
+        """Sum by kind of kernel, the longest first."""
         return _totals(self.kernels, lambda kernel: kernel.kind)
 
     def by_place(self) -> list[Total]:
-        """Totals of each place that XLA's own element-wise kernels come from, longest first."""
+        """Sum XLA's own element-wise kernels by their place in the source, the longest first."""
         own = [k for k in self.kernels if k.kind in (MEMORY, ARITHMETIC)]
         return _totals(own, lambda kernel: kernel.place)
 
@@ -191,7 +192,7 @@ class _Projection:
         self.needed = functools.cache(self._needed)
 
     def kernels(self, computation: str, runs: int) -> list[Kernel]:
-        """The kernels that a computation runs; of a condition those of its longest branch."""
+        """List the kernels that a computation runs; conditionals count their longest branch."""
         found: list[Kernel] = []
         for i in self.program.computations.get(computation, {}).values():
             if i.opcode in _FREE or i.opcode.endswith(("-done", "-update")):
@@ -211,7 +212,7 @@ class _Projection:
         return found
 
     def kernel(self, i: HloInstruction, runs: int) -> Kernel:
-        """One instruction as a kernel, named by the last instruction in it that has a name."""
+        """Describe an instruction as a kernel, named by the last named instruction in it."""
         kind, matmul_seconds, flops = self.work(i)
         size, vector = self.moved(i), self.operations(i) / VECTOR_FLOPS
         seconds = max(size / BANDWIDTH, vector, SMALLEST)
@@ -234,7 +235,7 @@ class _Projection:
         return [body[name] for name in i.operands if name in body]
 
     def work(self, i: HloInstruction) -> tuple[str, float, float]:
-        """Kind of a kernel, and seconds and FLOPs of its matmuls."""
+        """Return the kind of a kernel, and the seconds and FLOPs of its matmuls."""
         if _COLLECTIVE.match(i.opcode):
             return COLLECTIVES, 0.0, 0.0
         inside = [i]
@@ -244,7 +245,7 @@ class _Projection:
         call = next((j for j in inside if j.opcode == "custom-call"), None)
         target = call.quoted("custom_call_target") if call else ""
         if call and "fmha" in target:
-            # Two matmuls over all pairs of query and key, five backward; half if causal.
+            # Two matmuls over all pairs of query and key, or five backward; half if causal.
             q, k = (o.shape for o in self.operands(call)[:2])  # (batch, time, heads, d)
             weights = re.search(
                 r'"intermediate_tensor_shape":\s*\{[^\]]*"(\d+)"\]', call.attributes
@@ -259,7 +260,7 @@ class _Projection:
         if not found:
             return MEMORY, 0.0, 0.0
         flops = [self.matmul_flops(j) for j in found]
-        # The format that a matmul multiplies in is that of its wider operand.
+        # A matmul runs in the format of its wider operand.
         matmul = found[flops.index(max(flops))]
         wide = max(bits(o.dtype) for o in self.operands(matmul)[:2])
         highest = re.search(r"operand_precision\W+highest", matmul.attributes, re.IGNORECASE)
@@ -271,13 +272,13 @@ class _Projection:
         left, right = (o.shape for o in self.operands(i)[:2])
         if summed := contracted(i):
             return 2.0 * math.prod(i.shape) * math.prod(left[d] for d in summed)
-        # (b m k) (b k n) / (b m n) is b k^2.
+        # Without dimension numbers: (b m k) (b k n) / (b m n) = b k^2 gives k.
         batch = math.prod(i.shape[:-2])
         square = math.prod(left) * math.prod(right) / max(math.prod(i.shape) * batch, 1)
         return 2.0 * math.prod(i.shape) * math.sqrt(square)
 
     def moved(self, i: HloInstruction) -> float:
-        """Bytes that a kernel reads and writes; what a fusion computes inside costs nothing."""
+        """Return the bytes that a kernel reads and writes; values inside a fusion cost none."""
         given = self.operands(i)
         if i.opcode == "custom-call":
             return size_of(*_results(i)) + sum(size_of(*o.types) for o in given)
@@ -293,7 +294,7 @@ class _Projection:
         return sum(shares) + sum(map(self.written, results))
 
     def _needed(self, computation: str) -> dict[str, float]:
-        """Count the elements that a fusion needs of each of its instructions."""
+        """Count, for each instruction in a fusion, the elements that the fusion's result needs."""
         counts: dict[str, float] = collections.defaultdict(float)
         counts[self.program.roots[computation]] = math.inf
         for i in reversed(self.program.computations[computation].values()):  # users come later
@@ -303,21 +304,21 @@ class _Projection:
         return counts
 
     def asked(self, i: HloInstruction, count: float) -> list[float]:
-        """Elements of each operand that this many elements of the result need."""
+        """Count the elements of each operand that `count` elements of the result need."""
         whole = [_elements(operand) for operand in self.operands(i)]
         if i.opcode in _SLICES:
             return [min(count, whole[0]), *whole[1:]]
         if i.opcode in _UPDATES:
             update = whole[_UPDATES[i.opcode]]
             own = max(count - update, 0.0)
-            if self.in_place(i):  # a scatter adds to the elements that are there
+            if self.in_place(i):  # a scatter reads the elements that it adds to
                 own = update if i.opcode == "scatter" else 0.0
             return [own, *whole[1:]]
         share = 1.0 if i.opcode == "tuple" or not _elements(i) else count / _elements(i)
         return [share * n for n in whole]
 
     def written(self, i: HloInstruction) -> float:
-        """Bytes of a result, or of the part that is changed in place."""
+        """Return the bytes written: of the result, or of the part that is updated in place."""
         while i.opcode in _VIEWS:
             (i,) = self.operands(i)
         if i.opcode in _UPDATES and self.in_place(i):
@@ -329,7 +330,7 @@ class _Projection:
         return size_of(*(_results(i) if i.opcode == "custom-call" else i.types))
 
     def in_place(self, i: HloInstruction) -> bool:
-        """Return True if an update changes an array that its kernel was given."""
+        """Return True if an update changes an input of its kernel in place."""
         caller = self.program.callers.get(i.computation)
         if caller is None or caller.opcode != "fusion":
             return True
@@ -338,7 +339,7 @@ class _Projection:
         return i.opcode == "parameter"
 
     def operations(self, i: HloInstruction) -> float:
-        """Simple float32 operations of a kernel, matmuls left out."""
+        """Count the simple float32 operations of a kernel, without matmuls."""
         if i.opcode != "fusion":
             return self.cost(i, _elements(i))
         counts, inner = self.needed(i.calls[0]), self.program.computations[i.calls[0]]
@@ -362,7 +363,7 @@ def _elements(i: HloInstruction) -> float:
 
 
 def _is_workspace(array: Type) -> bool:
-    """Return True if a later result of a library call is its workspace."""
+    """Return True if a result of a library call, other than the first, is its workspace."""
     return array[0] in ("s8", "u8") and len(array[1]) == 1
 
 

@@ -1,14 +1,14 @@
-"""Random programs on ScaledArrays against the same programs on float64, values and gradients.
+"""Compare values and gradients of random programs on ScaledArrays with float64.
 
     python -m recipes bench fuzz --programs 1000 --seed 0
 
 Programs of six kinds are drawn as Python source (`fuzz.yaml`): operators and ops on ScaledArrays,
 FP8 matmuls, steps of scaled optimizers, and plain programs under scalify, also with control flow.
-One that differs by more than rounding can explain is reduced and printed.
+A program whose results differ by more than rounding explains is shortened and printed.
 
-What rounding can explain is measured: the float64 program runs again with every arithmetic result
-moved at random by as much as the format rounds. Programs whose numbers come near the ends of the
-range of scales are left out.
+To measure the effect of rounding, the float64 program also runs several times with random errors,
+of the size of the format's rounding, added to every result. Programs with numbers near the limits
+of the range of scales are left out.
 """
 
 import functools
@@ -36,12 +36,12 @@ from . import runs
 
 
 def main(
-    programs: Annotated[int, typer.Option(min=1, help="how many are drawn")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="each program has a seed of its own")] = 0,
+    programs: Annotated[int, typer.Option(min=1, help="number of programs")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="seed of all programs")] = 0,
     json: runs.JsonPath = None,
 ) -> None:
-    """Prints how many programs of each kind agree, and those that do not, made small."""
-    # Few compiled operations are new once some hundred programs have run.
+    """Print how many programs of each kind agree, and shortened versions of those that differ."""
+    # Cached, because after some hundred programs nearly all compiled operations repeat.
     jax.config.update("jax_compilation_cache_dir", "runs/fuzz/compiled")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     counts: dict[str, dict[str, int]] = {}
@@ -54,7 +54,7 @@ def main(
             small = smaller(program, check)
             print(f"# seed {seed}, program {number}: {check(small) or verdict}\n{listing(small)}\n")
         if number % 1000 == 999:
-            jax.clear_caches()  # some GiB
+            jax.clear_caches()  # to free some GiB
     found = sorted(counts.items())
     rows = [{"programs": kind, **row} | runs.asked(row["differ"], 0) for kind, row in found]
     runs.publish("fuzz", [runs.Table(f"Random programs, seed {seed}", rows)], json)
@@ -67,18 +67,18 @@ def _expressions(*parts: str) -> list[str]:
     return re.split(r" \| |\n", "\n".join(_LISTED["parts"][part].strip() for part in parts))
 
 
-# How often a kind is drawn, and what its programs are made of.
+# For each kind, its share of all programs, and the expressions of its lines.
 KINDS = {k: (share, _expressions(*parts)) for k, (share, *parts) in _LISTED["kinds"].items()}
-DIRECT = ("operators", "ops", "optim")  # computed by ScaledArray and the library, without scalify
+DIRECT = ("operators", "ops", "optim")  # run on ScaledArrays directly, without scalify
 SCALIFIED = ("scalify", "control")
 FORMATS = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"]
 FORMAT_SHARES = np.array([5, 3, 3, 1, 1]) / 13
-# Few: each operation is compiled for each shape that it meets.
+# Few shapes, because operations are compiled for each.
 SHAPES = [(), (3,), (3,), (2, 3), (2, 3), (3, 3), (3, 3), (2, 1), (1, 3), (1,), (0, 3)]
 
 
 def _step(optimizer: Any, params: Any, grads: Any, scaled: bool = False) -> Any:
-    """Two steps of an optimizer; of `optim.scaled`, whose moments stay in float32."""
+    """Take two steps of an optimizer, or of its `optim.scaled` version with float32 moments."""
     if scaled:
         optimizer = optim.scaled(optimizer, weights=None, moments=(None, None))
     grads = jnp.broadcast_to(to_array(grads), params.shape)
@@ -91,13 +91,13 @@ def _step(optimizer: Any, params: Any, grads: Any, scaled: bool = False) -> Any:
 
 
 def _newton(x: Any) -> Any:
-    """The root of x^2 + 2, by a loop that stops on a tolerance, and two steps more."""
+    """Compute the root of x^2 + 2 by Newton's method, with a loop that stops on a tolerance."""
     square = lax.stop_gradient(x * x) + 2
 
     def better(root: Any) -> Any:
         return (root + square / root) / 2
 
-    def far(carry: Any) -> Any:  # turns, since rounding may be tried on numbers without a root
+    def far(carry: Any) -> Any:  # bounded, as it may not converge with random errors
         return jnp.any(abs(carry[0] ** 2 - square) > 1e-3 * square) & (carry[1] < 1000)
 
     root, _ = lax.while_loop(far, lambda carry: (better(carry[0]), carry[1] + 1), (square, 0))
@@ -109,7 +109,7 @@ def _q8(x: Any, dtype: str = "e4m3fn") -> ScaledArray:
 
 
 def _rounded(x: Any, dtype: str = "e4m3fn") -> Any:
-    """Exact in float64, but an operation that rounds; E4M3 has NaN in place of infinity."""
+    """Return x through a no-op that `Evaluation` rounds; in E4M3, infinity becomes NaN."""
     x = lax.reduce_precision(x, 11, 52)
     return jnp.where(jnp.isinf(x), jnp.nan, x) if dtype == "e4m3fn" else x
 
@@ -129,7 +129,7 @@ class _PlainOps:
         return lambda *args, **kwargs: to_array(getattr(ops, name)(*args, **kwargs))
 
 
-# Names in programs on plain arrays, and on ScaledArrays.
+# Names that programs use, on plain arrays and on ScaledArrays.
 PLAIN = {"jax": jax, "jnp": jnp, "lax": lax, "optax": optax, "newton": _newton}
 SCALED = PLAIN | {"ops": ops, "q8": _q8, "product": _product}
 SCALED["step"] = functools.partial(_step, scaled=True)
@@ -137,14 +137,14 @@ PLAIN |= {"ops": _PlainOps(), "q8": _rounded, "product": _plain_product, "step":
 
 
 class Input(NamedTuple):
-    """An argument: its numbers as they are stored, and its scale; None for a plain array."""
+    """An argument: stored data, and the scale, which is None for a plain array."""
 
     data: np.ndarray
     scale: np.ndarray | None = None
 
     @property
     def value(self) -> np.ndarray:
-        """Data times scale, in float64 where data are floats."""
+        """Data times scale; floats in float64."""
         if not is_float(self.data.dtype):
             return self.data
         return self.data.astype(np.float64) * np.float64(1.0 if self.scale is None else self.scale)
@@ -152,7 +152,7 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """Inputs by name, and lines ``(name, expression)``, of which unused names are the results."""
+    """Inputs by name, and lines `(name, expression)`; names that no line uses are the results."""
 
     kind: str
     inputs: Mapping[str, Input]
@@ -183,7 +183,7 @@ def names_in(text: str) -> list[str]:
 
 
 def draw(seed: int, number: int) -> Program:
-    """The program of a number, whose plain form has shapes that fit."""
+    """Draw a program; lines whose shapes do not fit are drawn again."""
     rng = np.random.default_rng([seed, number])
     kind = str(rng.choice(list(KINDS), p=[share for share, _ in KINDS.values()]))
     formats = [str(x) for x in rng.choice(FORMATS, 1 + (rng.random() < 0.15), p=FORMAT_SHARES)]
@@ -201,16 +201,16 @@ def draw(seed: int, number: int) -> Program:
             try:
                 *_, aval = jax.eval_shape(longer.function(PLAIN), **given)
             except Exception:
-                continue  # nothing fills a hole, or the shapes do not fit
+                continue  # no operand of the type, or shapes that do not fit
             if getattr(aval, "size", 99) <= 64:
                 program, avals[name] = longer, aval
     return program
 
 
 def filled(rng: np.random.Generator, text: str, avals: Mapping[str, Any]) -> str | None:
-    """Fill the holes of an expression, preferring later results, so that programs are deep."""
+    """Fill in the operands of an expression, preferring recent results, for deep programs."""
     kinds, chosen = {"x": "f", "y": "f", "z": "f", "n": "iu", "m": "b"}, {}
-    # In the order of the text: that of a set differs from one process to the next.
+    # Not a set, whose order differs between processes.
     for hole in dict.fromkeys(re.findall(r"\{(\w)\}", text)):
         names = [name for name, a in avals.items() if a.dtype.kind in kinds[hole]]
         if not names:
@@ -229,7 +229,7 @@ def _draw_input(rng: np.random.Generator, formats: Sequence[str], kind: str) -> 
     dtype = np.dtype(getattr(ml_dtypes, (name := str(rng.choice(formats))), None) or name)
     data = np.asarray(rng.normal(size=shape) * (rng.random() >= 0.08))
     if data.size and rng.random() < 0.12:
-        # Not far smaller ones in float16: what is sliced off keeps the scale of the whole.
+        # No very small ones in float16: slices keep the scale of the whole array.
         small = [2.0**-6] if dtype == np.float16 else [2.0**-14, 2.0**-20]
         data.flat[rng.integers(data.size)] = rng.choice([0, 9, *small])
     if data.size and rng.random() < 0.04:
@@ -239,9 +239,9 @@ def _draw_input(rng: np.random.Generator, formats: Sequence[str], kind: str) -> 
         return Input(data)
     most = rng.choice([0, 2, 12, 40, 100], p=[0.25, 0.3, 0.25, 0.15, 0.05])
     if dtype == np.float16 and kind not in SCALIFIED:
-        most = min(most, 2)  # sums meet at scales that no data has been asked for
+        most = min(most, 2)  # in sums, the operand with the smaller scale underflows
     if not data.any():
-        most = min(most, 12)  # products of zeros have scales too
+        most = min(most, 12)  # products of zeros multiply their scales, too
     exponents = rng.integers(-most, most + 1)
     if len(shape) == 2 and rng.random() < 0.15:
         exponents = exponents + rng.integers(-3, 4, (shape[0], 1))
@@ -249,7 +249,7 @@ def _draw_input(rng: np.random.Generator, formats: Sequence[str], kind: str) -> 
 
 
 def smaller(program: Program, differs: Callable[[Program], Any]) -> Program:
-    """Leave out lines, the last ones first, where the rest still differs; and unused inputs."""
+    """Drop lines, last ones first, while the rest still differs, then drop unused inputs."""
     for line in reversed(program.lines):
         shorter = replace(program, lines=tuple(x for x in program.lines if x != line))
         program = shorter if differs(shorter) else program
@@ -267,21 +267,21 @@ def listing(program: Program) -> str:
     return "\n".join([*lines, f"{call}({', '.join(program.inputs)})"])
 
 
-# Operations whose results are their operands, or some of them: nothing is rounded, and a program
-# may ask whether the maximum is equal to an operand. The magnitude of complex numbers is none.
+# Operations that return operands or parts of them: nothing is rounded, and programs may compare a
+# maximum with its operands for equality. `abs` of complex numbers is an exception.
 _EXACT = set(_LISTED["exact"].split())
-# Sums of terms that may cancel: linear in each operand, accumulated in float32 or wider.
+# Sums whose terms may cancel: linear in each operand, accumulated in float32 or wider.
 _SUMS = {"dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "fft"}
 _ACCUMULATED = 2.0**-24
 _CALLS = set(_LISTED["calls"].split())
 
 
 class Rounding(NamedTuple):
-    """Errors of a format: relative, and absolute over the RMS."""
+    """Rounding errors of a format: relative to each element, and relative to the RMS."""
 
     relative: float
     absolute: float
-    reach: int  # values stay within 2**reach, or no law holds
+    reach: int  # programs with values outside of 2**-reach to 2**reach are left out
 
 
 def rounding_of(program: Program) -> Rounding:
@@ -289,24 +289,21 @@ def rounding_of(program: Program) -> Rounding:
     narrow = any(name.startswith("float8") for name in names)
     if program.kind == "quant" or (program.kind == "optim" and narrow):  # parameters in 8 bits
         return Rounding(2.0**-3, 2.0**-7, 80)
-    # Scales, and an optimizer's arithmetic, are in float32. Beyond 2^108 scalify reads infinity.
-    # Float16 data ends at 2^-24, and scales follow it only under scalify.
+    # Scales and optimizers compute in float32. scalify treats values above 2^108 as infinity.
+    # Float16 underflows at 2^-24; only scalify adapts scales to that.
     half = (2.0**-11, 12) if program.kind in DIRECT else (2.0**-20, 90)
-    known = {
-        "float16": Rounding(2.0**-11, *half),
-        "float32": Rounding(2.0**-24, 2.0**-40, 107),
-    }
+    known = {"float16": Rounding(2.0**-11, *half), "float32": Rounding(2.0**-24, 2.0**-40, 107)}
     names |= {"float32"} if program.kind == "optim" or not names else set()
     found = [known.get(name, Rounding(2.0**-8, 0.0, 107)) for name in names]
     return Rounding(max(r[0] for r in found), max(r[1] for r in found), min(r[2] for r in found))
 
 
 class Evaluation:
-    """Evaluates a jaxpr operation by operation; with `rng`, every arithmetic result is moved."""
+    """Evaluates a jaxpr operation by operation; with `rng`, adds random errors to the results."""
 
     def __init__(self, rounding: Rounding, rng: np.random.Generator | None = None):
         self.rounding, self.rng = rounding, rng
-        self.sizes: list[float] = []  # the largest finite magnitude of each result that is not zero
+        self.sizes: list[float] = []  # the largest finite magnitude of each nonzero result
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -328,7 +325,7 @@ class Evaluation:
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    @np.errstate(over="ignore", invalid="ignore")  # beyond the range no law holds
+    @np.errstate(over="ignore", invalid="ignore")  # such programs are left out
     def moved(self, eqn: JaxprEqn, operands: Sequence[Any], result: Any) -> Any:
         if not _inexact(result) or not jnp.size(result):
             return result
@@ -341,9 +338,9 @@ class Evaluation:
             return result
         relative, absolute, _ = self.rounding
         summed = min(relative, _ACCUMULATED)
-        if is_complex:  # its parts are float32 or wider
+        if is_complex:  # real and imaginary parts are float32 or wider
             relative, absolute = summed, min(absolute, summed)
-        terms: Any = 0.0  # magnitudes of what a sum adds
+        terms: Any = 0.0  # sum of the terms' magnitudes
         if name == "fft":
             terms = np.sqrt(np.mean(size * size, axis=-1, keepdims=True))
         elif name in _SUMS:
@@ -352,7 +349,7 @@ class Evaluation:
         small = absolute * np.sqrt(np.mean(size * size))
         small = small + summed * np.where(np.isfinite(terms), terms, 0)
         most = relative * size + np.where(x == 0, 0, small)
-        # Functions with a loop inside round more than once.
+        # Operations with a loop inside round more than once.
         most = most * (4.0 if name in ("scan", "while", "cond") else 1.0)
         unit = self.rng.uniform(-1, 1, (1 + is_complex, *x.shape))
         return jnp.asarray(x + most * (unit[0] + 1j * unit[1] if is_complex else unit[0]))
@@ -367,18 +364,18 @@ def _inexact(x: Any) -> bool:
 
 
 class Spread(NamedTuple):
-    """Results of a program, exact and with operations that round."""
+    """Results of a program, exact and with random rounding errors."""
 
     exact: list[np.ndarray]
-    moved: list[np.ndarray]  # samples first
-    beyond: bool  # an exact number lies outside the range in which the law holds
-    above: bool  # and one that is rounded above it
+    moved: list[np.ndarray]  # with errors, (samples, ...)
+    beyond: bool  # True if an exact number is outside of the format's range
+    above: bool  # True if a number with errors is above that range
 
 
 def spread_of(
     function: Callable[..., Any], given: dict[str, Any], rounding: Rounding, samples: int
 ) -> Spread:
-    """Run a function of float64 arrays exactly, and with roundings drawn at random."""
+    """Run a function of float64 arrays exactly, and with random rounding errors."""
     with jax.enable_x64(True), jax.disable_jit():
         values = {name: jnp.asarray(x) for name, x in given.items()}
         closed = jax.make_jaxpr(lambda kw: function(**kw))(values)
@@ -395,13 +392,13 @@ def spread_of(
     )
 
 
-# How many units of measured rounding a result may be off, and of the rounding of that result alone.
+# Tolerances, as multiples of the measured effect of rounding and of the result's own rounding.
 MEASURED, LAST = 8.0, 4.0
 SAMPLES, MORE = 4, 64
 
 
 def check(program: Program) -> str | None:
-    """None if the program agrees, "" if it is left out, else what is wrong."""
+    """Return None if the program agrees, "" if it is left out, else a description of the error."""
     if not program.results:
         return ""
     moving, rounding = moving_of(program), rounding_of(program)
@@ -410,26 +407,26 @@ def check(program: Program) -> str | None:
     try:
         spread = spread_of(function, values, rounding, SAMPLES)
     except (TypeError, ValueError, IndexError, NameError, ArithmeticError, NotImplementedError):
-        return ""  # the plain program has no such gradient, shapes or variables
+        return ""  # the plain program itself fails, for example for want of a gradient
     if spread.beyond:
         return ""
-    # Programs with control flow are compiled whole, as users do; the others run op by op.
+    # Programs with control flow are compiled as a whole, like a user's; others run op by op.
     whole = program.kind == "control"
     jax.config.update("jax_disable_most_optimizations", not whole)
     try:
         with jax.enable_x64(False), jax.disable_jit(not whole):
             found = jax.tree.map(np.asarray, scaled(program, moving))
-    except Exception as error:  # whatever is raised is a defect
+    except Exception as error:  # any exception is a defect
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {str(error)[:200]} ({where.filename}:{where.lineno})"
     if disagreement(found, spread, rounding) is None:
         return None
     spread = spread_of(function, values, rounding, MORE)
     if spread.above:
-        return ""  # where exact numbers cancel, what rounding leaves of them may be out of range
+        return ""  # exact numbers cancel here, and what rounding leaves of them may overflow
     if program.kind in SCALIFIED or not all(np.isfinite(x).all() for x in values.values()):
-        # Scalify computes in float32's range, as the plain program does: a square may overflow. And
-        # XLA may select where NaN is added, and multiply it by the zeros of a padding.
+        # Also accept what the plain program gives in float32, where a square may overflow, and
+        # where XLA may drop or spread NaN (it selects instead of adding, and multiplies padding).
         narrow = {n: np.float32(x) if is_float(x.dtype) else x for n, x in values.items()}
         with jax.enable_x64(False), jax.disable_jit(not whole):
             compiled = jax.tree.leaves(jax.jit(function)(**narrow))
@@ -439,15 +436,15 @@ def check(program: Program) -> str | None:
 
 
 def moving_of(program: Program) -> list[str]:
-    """The inputs to differentiate by: scaled ones, but not through casts to 8 bits."""
-    # Outside of scalify a cotangent has the type of data, without a scale.
+    """Return the inputs to differentiate by: scaled ones of a format that holds gradients."""
+    # Outside of scalify a cotangent has the dtype of the data and no scale.
     least = {"quant": 99, "optim": 99, "scalify": 1, "control": 1}.get(program.kind, 4)
     scaled = {n: x.data for n, x in program.inputs.items() if x.scale is not None}
     return [n for n, x in scaled.items() if is_float(x.dtype) and x.itemsize >= least]
 
 
 def with_gradient(function: Callable[..., Any], moving: list[str]) -> Callable[..., Any]:
-    """The results of a function of named arrays, and the gradient by those that move."""
+    """Make a function return its results and the gradient by the arrays named in `moving`."""
 
     def objective(moved: dict[str, Any], given: dict[str, Any]) -> Any:
         results, total = function(**{**given, **moved}), 0.0
@@ -483,7 +480,7 @@ def scaled(program: Program, moving: list[str]) -> Any:
 
 
 def disagreement(found: Any, spread: Spread, rounding: Rounding) -> str | None:
-    """The first result that is further off than rounding explains."""
+    """Describe the first result that differs by more than rounding explains, if any."""
     leaves = jax.tree.leaves_with_path(found)
     for (path, x), e, moved in zip(leaves, spread.exact, spread.moved, strict=True):
         name = jax.tree_util.keystr(path)
@@ -494,7 +491,7 @@ def disagreement(found: Any, spread: Spread, rounding: Rounding) -> str | None:
                 return f"{name}: {x!r} for {e!r}"
             continue
         x = x.astype(np.float64)
-        certain = (np.isfinite(moved) == np.isfinite(e)).all(0)  # rounding may not reach infinity
+        certain = (np.isfinite(moved) == np.isfinite(e)).all(0)  # not changed by rounding
         finite = np.isfinite(e) & certain
         if not np.array_equal(np.isfinite(x)[certain], np.isfinite(e)[certain]):
             return f"{name}: {x.tolist()} for {e.tolist()}"

@@ -1,10 +1,10 @@
-"""Unit scaling beside plain `flax.nnx`, each at the best of its learning rates.
+"""Compare unit scaling with plain `flax.nnx`, each at its best learning rate.
 
     python -m recipes bench libraries --data TEXT --seeds 3
     python -m recipes bench libraries --methods --data TEXT
 
 Trains the GPT of `configs/gpt/parity.yaml`, or with `--config` another GPT or a BERT, in float32 in
-both libraries at every rate that is given. With `--methods` also ways to train in float16.
+both libraries, at all given learning rates. `--methods` adds methods of training in float16.
 `python -m recipes sweep configs/gpt/transfer.yaml` finds the best rates by width.
 """
 
@@ -33,15 +33,15 @@ def main(
     overrides: runs.Overrides = None,
     config: runs.ConfigPath = None,
     data: runs.DataPaths = None,
-    plain_rates: Annotated[str, typer.Option(help="peaks")] = "0.001,0.002,0.004,0.008",
-    unit_rates: Annotated[str | None, typer.Option(help="by default the config's own")] = None,
-    methods: Annotated[bool, typer.Option("--methods", help="float16 too")] = False,
+    plain_rates: Annotated[str, typer.Option(help="peak rates")] = "0.001,0.002,0.004,0.008",
+    unit_rates: Annotated[str | None, typer.Option(help="by default the config's rate")] = None,
+    methods: Annotated[bool, typer.Option("--methods", help="also train in float16")] = False,
     seeds: runs.Seeds = 3,
     jobs: runs.Jobs = 1,
     fresh: runs.Fresh = False,
     json: runs.JsonPath = None,
 ) -> None:
-    """Prints the loss of both libraries at their best learning rates, and at every one."""
+    """Print the losses of both libraries at all learning rates, and at the best ones."""
     variants = LIBRARIES | (METHODS if methods else {})
     by_library = {True: numbers("--plain-rates", plain_rates)}
     if unit_rates is not None:
@@ -51,12 +51,12 @@ def main(
     told = runs.Told(config, overrides, seeds, fresh, data, jobs)
     found = runs.compare(variants, told, config=runs.PARITY, rates=rates)
     tables = found.tables("Validation loss, each at its best learning rate", {"float32": 0.0})
-    notes = ["Rates are peaks of the config's schedule; unit scaling has those of u-muP."]
+    notes = ["Rates are peaks of the config's schedule; unit scaling uses u-muP's rates."]
     runs.publish("libraries", tables, json, notes)
 
 
 def numbers(option: str, text: str) -> list[float]:
-    """The numbers above 0 that an option lists."""
+    """Parse a list of numbers above 0."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:

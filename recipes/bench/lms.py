@@ -1,11 +1,12 @@
-"""Losses and scores of BERT in 16 and 8 bits, and counts of character models.
+"""Measure losses and scores of BERT in 16 and 8 bits, and evaluate a study of character models.
 
     python -m recipes bench lms --data TEXT --sst2 TRAIN DEV --squad FILE --seeds 3
     python -m recipes bench lms --no-runs --charlm FOLDER
 
-Trains `configs/bert/books.yaml` in each format without a loss scale, and compares the loss over all
-validation text with the same tokens hidden. With the files of tasks, tunes each run's model on them
-in its own format. `--charlm`: a finished sweep of `configs/charlm/small.yaml`.
+Trains `configs/bert/books.yaml` in each format without a loss scale, and compares the losses over
+the whole validation text, with the same hidden tokens. Given the files of a task, it fine-tunes
+every model on it in the model's format. `--charlm` takes a finished sweep of
+`configs/charlm/small.yaml`.
 """
 
 import json as json_text
@@ -20,12 +21,12 @@ from ..errors import RecipeError, read_text, write_whole
 from ..finetune.data import read_squad
 from ..registry import CONFIGS, load_config
 from ..run.folder import CONFIG, is_run, run_folder
-from ..sweep import by_format, make_points, read_curves
+from ..sweep.points import by_format, make_points, read_curves
 from . import runs
 
 BOUNDS = {"float16": 0.002, "fp8": 0.007}
 METRICS = {"sst2": "accuracy", "squad": "f1"}
-HELD_OUT = 8  # of so many articles one is for validation
+HELD_OUT = 8  # every eighth article is for validation
 MOST_ABOVE = 0.005
 
 
@@ -42,8 +43,8 @@ def main(
     fresh: runs.Fresh = False,
     json: runs.JsonPath = None,
 ) -> None:
-    """Prints losses and scores of BERT by number format, and counts of character models."""
-    tables = [] if charlm is None else [study(charlm)]  # complains before hours of training
+    """Print losses and scores of BERT by number format, and counts of character models."""
+    tables = [] if charlm is None else [study(charlm)]  # its errors precede hours of training
     if train:
         names = ["float32", *BOUNDS]
         variants = {name: (f"precision.policy={name}",) for name in names}
@@ -70,19 +71,19 @@ def main(
             told, file = runs.Told(None, words, seeds, fresh, jobs=jobs), f"bert/{task}.yaml"
             found = runs.compare(variants, told, config=file, metric=METRICS[task], own=start)
             tables += found.tables(f"{METRICS[task]} on {task}")
-    notes = ["No loss scale; each format's own pretrained models, tuned in the same format."]
+    notes = ["No loss scale; models are pretrained and fine-tuned in the same format."]
     runs.publish("lms", tables, json, notes)
 
 
 def sentences(train: str, validation: str) -> list[str]:
-    """Overrides for SST-2's files: GLUE's, which name columns, or sentence and label alone."""
+    """Return overrides for SST-2's files, with or without GLUE's header line."""
     named = "label" in read_text(Path(train), "--sst2").partition("\n")[0].split("\t")
     words = [f"data.train={train}", f"data.validation={validation}"]
     return words if named else [*words, "classification={header: false, text: 0, label: 1}"]
 
 
 def questions(path: str, folder: Path) -> list[str]:
-    """Overrides for a SQuAD file, of whose articles every eighth is for validation."""
+    """Split a SQuAD file by article, and return overrides for the two parts."""
     read_squad(path, "--squad")
     tree = json_text.loads(Path(path).read_text(encoding="utf-8"))
     articles = tree["data"]
@@ -97,7 +98,7 @@ def questions(path: str, folder: Path) -> list[str]:
 
 
 def study(folder: Path) -> runs.Table:
-    """Count the models of a sweep that lose nothing in FP16, and nothing by unit scaling."""
+    """Count the models of a sweep whose loss does not rise in float16, or by unit scaling."""
     if not is_run(folder):
         raise RecipeError(f"--charlm: expected the folder of a sweep; got {folder}")
     curves = read_curves(make_points(load_config(folder / CONFIG)), folder)

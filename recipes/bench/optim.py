@@ -1,9 +1,9 @@
-"""Bytes, step time and validation loss of 16- and 8-bit optimizer state.
+"""Measure bytes, step time and validation loss of 16- and 8-bit optimizer state.
 
     python -m recipes bench optim --data TEXT
 
-Bytes and times are those of the arrays of a GPT-2 small and its optimizer state; the loss is that
-of `configs/gpt/parity.yaml`, trained for each set of formats. With `--config` all are of that run.
+Bytes and times are of a GPT-2 small's weights and optimizer state; the loss is that of
+`configs/gpt/parity.yaml`, trained in each set of formats. `--config` is used for all three.
 """
 
 from typing import Annotated, Any
@@ -51,32 +51,32 @@ def main(
     fresh: runs.Fresh = False,
     json: runs.JsonPath = None,
 ) -> None:
-    """Prints bytes per parameter, step time over optax, and validation loss by format."""
+    """Print bytes per parameter, step time relative to optax, and validation loss by format."""
     path = config or str(CONFIGS / "gpt" / "gpt2-small.yaml")
     shape = () if config else SHAPES["gpt2-small"]
     base = load_kind(GPTConfig, path, shape)
     rows = [bytes_per_parameter(path, shape, name) for name in VARIANTS]
     tables = [runs.Table("Bytes per parameter", rows)]
     rows = [step_time(base, rounds, donated) for donated in (False, True)]
-    tables.append(runs.Table("AdamW of 6 bytes over optax's in float32", rows))
+    tables.append(runs.Table("Step of AdamW in 6 bytes, relative to optax in float32", rows))
     told = runs.Told(config, overrides, seeds, fresh, data, jobs)
     tables += runs.compare(VARIANTS, told).tables("Validation loss", BOUNDS)
-    notes = ["Bytes: weights and all of the optimizer's state, scales included; no gradients."]
+    notes = ["Bytes: weights and optimizer state, with scales, without gradients."]
     runs.publish("optim", tables, json, notes)
 
 
 def bytes_per_parameter(path: str, shape: tuple[str, ...], name: str) -> dict[str, Any]:
-    """Bytes of weights and state per parameter, from live arrays."""
+    """Measure the bytes of weights and optimizer state per parameter, from arrays."""
     _, _, state = init_state(load_kind(GPTConfig, path, [*shape, *VARIANTS[name]]))
     count = sum(x.size for x in jax.tree.leaves(state.params, is_leaf=is_scaled))
     weights, moments = (bytes_of(tree) / count for tree in (state.params, state.opt_state))
     row = {"formats": name, "parameters": count, "weights": weights, "state": moments}
-    row["together"] = round(weights + moments, 3)  # of which scales are less than a thousandth
+    row["together"] = round(weights + moments, 3)  # rounds away the scales
     return row | (runs.asked(row["together"], MOST_BYTES[name]) if name in MOST_BYTES else {})
 
 
 def step_time(config: GPTConfig, rounds: int, donated: bool) -> dict[str, Any]:
-    """A step of the 6-byte optimizer over one of plain optax, in turns."""
+    """Compare the step time of the 6-byte optimizer with that of optax."""
     params = nnx.as_pure(nnx.state(build(config), nnx.Param))
     grads = jax.tree.map(lambda x: 1e-3 * jnp.cos(x), params)
     optimizer = optax.adamw(1e-3)
@@ -88,7 +88,7 @@ def step_time(config: GPTConfig, rounds: int, donated: bool) -> dict[str, Any]:
 
     def stepping(step: Any, params: Any, state: Any) -> Any:
         compiled = jax.jit(step, donate_argnums=(0, 1) if donated else ())
-        # A copy: what is donated is gone.
+        # A copy, because donated arrays are deleted.
         start = jax.tree.map(jnp.copy, (params, state))
         return advancing(lambda carry, _: (compiled(*carry, grads), ()), start)
 

@@ -1,13 +1,13 @@
-"""Bytes sent, error of the mean, and loss of gradients that devices exchange in narrow formats.
+"""Measure the exchange of gradients in narrow formats: bytes, error of the mean, validation loss.
 
     python -m recipes bench parallel
     python -m recipes bench parallel --train --data TEXT --seeds 5
     python -m recipes bench parallel --steps
 
-Eight devices of one process on a CPU. Bytes are read from compiled programs. `--train` trains
-`configs/gpt/parity.yaml` with the batch divided over them, for each format of `precision.exchange`.
-`--steps` compiles the same model's step over meshes that divide batch, parameters, sequences and
-matrices, for H200s where the CUDA plugin is installed, and counts its collectives.
+Runs on eight CPU devices of one process, and reads bytes from compiled programs. `--train` trains
+`configs/gpt/parity.yaml`, data parallel, for each format of `precision.exchange`. `--steps` counts
+the collectives of the same model's step on several meshes, compiled for H200s if the CUDA plugin is
+installed.
 """
 
 from collections import Counter
@@ -53,10 +53,10 @@ def main(
     fresh: runs.Fresh = False,
     json: runs.JsonPath = None,
 ) -> None:
-    """Prints bytes per gradient entry, the error of the mean, and validation loss by format."""
-    with suppress(RuntimeError):  # the devices are known already
+    """Print bytes per gradient entry, the error of the mean, and validation loss by format."""
+    with suppress(RuntimeError):  # JAX is initialized already
         jax.config.update("jax_num_cpu_devices", DEVICES)
-    # Where devices are more than cores, programs in flight may wait for each other forever.
+    # With more devices than cores, concurrent programs can deadlock.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if len(jax.devices()) != DEVICES:
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={DEVICES}"
@@ -69,13 +69,13 @@ def main(
         told = runs.Told(config, overrides, seeds, fresh, data)
         found = runs.compare(VARIANTS, told)
         tables += found.tables("Validation loss", {"exchange-float8_e4m3fn": 0.003})
-    note = "Bytes that a device of a ring sends. Error: of the mean in norm, over that in float64."
-    more = "Heavy-tailed: magnitudes spread evenly over the binades from 2^-20 to 2^10."
+    note = "Bytes: sent by each device of a ring. Error: relative error of the mean, in norm."
+    more = "Heavy-tailed: the logarithms of magnitudes are uniform, from 2^-20 to 2^10."
     runs.publish("parallel", tables, json, [note, more])
 
 
 def exchange() -> list[dict[str, Any]]:
-    """Bytes and errors of the mean over devices, by format."""
+    """Measure bytes and errors of the mean over devices, by format."""
     mesh = make_mesh({"data": DEVICES})
     random = np.random.default_rng(0)
     signs, powers = random.choice([-1.0, 1.0], (DEVICES, *SHAPE)), (DEVICES, *SHAPE)
@@ -106,7 +106,7 @@ def exchange() -> list[dict[str, Any]]:
 
 
 def mesh_steps(config: RunConfig) -> runs.Table:
-    """Collectives and memory of a config's step on each of eight devices, by mesh."""
+    """Count collectives and memory of a config's step per device, by mesh."""
     kind = "H200" if h200_available() else "CPU"
     devices = h200_topology(DEVICES).devices if kind == "H200" else jax.devices()
     rows = []
@@ -122,7 +122,7 @@ def mesh_steps(config: RunConfig) -> runs.Table:
         row |= {"temporaries MiB": memory.temp_size_in_bytes / 2**20}
         row |= {"arguments MiB": memory.argument_size_in_bytes / 2**20}
         rows.append(row | dict(sorted(counts.items())))
-    return runs.Table(f"A training step on {DEVICES} devices ({kind}), on each of them", rows)
+    return runs.Table(f"A training step on {DEVICES} devices ({kind}), per device", rows)
 
 
 def _compiled(config: RunConfig, axes: dict[str, int], devices: Any) -> jax.stages.Compiled:

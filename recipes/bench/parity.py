@@ -1,11 +1,11 @@
-"""Losses in 16 and 8 bits against float32, gradients lost, and rounding by operand.
+"""Compare losses in 16 and 8 bits with float32, count underflow, and measure rounding by operand.
 
     python -m recipes bench parity --data TEXT --data ANOTHER --seeds 5
     python -m recipes bench parity --rounding --data TEXT
 
-Trains `configs/gpt/parity.yaml` in each format on each text with each seed, without a loss scale.
-Gradients are counted in the first float16 run and in one of plain `flax.nnx`. `--rounding`
-evaluates and differentiates the trained float32 models with some matmuls in FP8, all else in
+Trains `configs/gpt/parity.yaml` in each format, on each text and with each seed, without a loss
+scale. Underflow is counted in the first float16 run and in a plain `flax.nnx` run. `--rounding`
+evaluates and differentiates the trained float32 models with some matmuls in FP8 and the rest in
 bfloat16.
 """
 
@@ -32,7 +32,7 @@ SPECIAL = {
     "fp8-readout": ("precision.policy=fp8", "precision.readout=true"),
     "fp8-readout-gradients": ("precision.policy=fp8", "precision.readout=gradients"),
     "fp8-rebalance": ("precision.policy=fp8", "precision.monitor=1e-4", "precision.rebalance=true"),
-}  # formats that take more than a policy
+}  # variants that set more than a policy
 BOUNDS = {"float16": 0.001, "fp8": 0.003, "mxfp8": 0.003, "fp8_dynamic": 0.005}
 BATCHES = 8
 
@@ -45,14 +45,14 @@ def main(
     config: runs.ConfigPath = None,
     data: runs.DataPaths = None,
     policies: Annotated[str, typer.Option(help=f"also {', '.join(SPECIAL)}")] = "float16,fp8",
-    gradients: Annotated[bool, typer.Option(help="also count gradients lost in float16")] = True,
-    rounding: Annotated[bool, typer.Option("--rounding", help="by what is in FP8")] = False,
+    gradients: Annotated[bool, typer.Option(help="also count underflow in float16")] = True,
+    rounding: Annotated[bool, typer.Option("--rounding", help="test FP8 by operand")] = False,
     seeds: runs.Seeds = 1,
     jobs: runs.Jobs = 1,
     fresh: runs.Fresh = False,
     json: runs.JsonPath = None,
 ) -> None:
-    """Prints validation loss by number format, and gradients lost in float16."""
+    """Print validation loss by number format, and gradients that underflow in float16."""
     told = runs.Told(config, overrides, seeds, fresh, data, jobs)
     names = ["float32", *runs.listed(policies)]
     variants = {name: SPECIAL.get(name, (f"precision.policy={name}",)) for name in names}
@@ -68,12 +68,12 @@ def main(
         lost = [lost_gradients(name, both[name][0]) for name in half]
         title = "Gradient entries that are zero in float16 and not in float32"
         tables.append(runs.Table(title, [row for pair in zip(*lost, strict=True) for row in pair]))
-    notes = ["No loss scale; loss over all validation text."]
+    notes = ["No loss scale; loss over the whole validation text."]
     runs.publish("parity", tables, json, notes)
 
 
 def lost_gradients(library: str, config: RunConfig) -> list[dict[str, Any]]:
-    """Count gradient entries that are zero in float16 and not in float32, at first and at last."""
+    """Count gradient entries that are zero in float16 but not in float32, before and after."""
     graphdefs = []
     for policy in ("float32", config.precision.policy):
         model = build_model(config.model_copy(update={"precision": PrecisionConfig(policy=policy)}))
@@ -98,7 +98,7 @@ def lost_gradients(library: str, config: RunConfig) -> list[dict[str, Any]]:
 
 
 def gradient(graphdef: nnx.GraphDef) -> Callable[..., Any]:
-    """The gradient by parameters, without dropout: `(params, rest, batch)`."""
+    """Make a function `(params, rest, batch)` that returns gradients without dropout."""
     value_of = make_loss(graphdef)
 
     def compute(params: Any, rest: Any, batch: Any) -> Any:
@@ -109,7 +109,7 @@ def gradient(graphdef: nnx.GraphDef) -> Callable[..., Any]:
 
 
 def in_formats(lhs: str, rhs: str, cotangent: str, **options: Any) -> nn.Policy:
-    """A policy whose matmuls have these formats; all else is in bfloat16."""
+    """Make a policy with these formats in matmuls, and bfloat16 elsewhere."""
     matmul = MatmulConfig(lhs=lhs, rhs=rhs, cotangent=cotangent, **options)
     return nn.Policy(compute_dtype=WIDE, matmul=matmul, readout=matmul)
 
@@ -133,11 +133,11 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "readout's gradients": {
         "readout": nn.Policy(compute_dtype=WIDE, loss=MatmulConfig(cotangent=E5M2))
     },
-}  # policies of layers by pattern
+}  # policies by pattern of layers
 
 
 def by_operand(configs: list[RunConfig], batches: int = 32) -> runs.Table:
-    """Rise of the loss, and error of gradients, by what is in FP8, at trained parameters."""
+    """Measure loss increase and gradient error, at trained parameters, by what is in FP8."""
     states = [runs.last_state(config) for config in configs]
     texts = [list(islice(recipe_of(c).load_data(c).validation(), batches)) for c in configs]
     values: dict[str, list[float]] = {}
@@ -159,12 +159,12 @@ def by_operand(configs: list[RunConfig], batches: int = 32) -> runs.Table:
         jax.clear_caches()
     found = runs.differences(values, {})
     rows = [row | {"gradient error": errors[row["variant"]]} for row in found]
-    title = f"Rounding alone, {len(configs)} models of {configs[0].train.steps} steps, by operand"
-    return runs.Table(f"{title} or layer in FP8", rows)
+    title = f"Rounding, {len(configs)} models of {configs[0].train.steps} steps, by what is in FP8"
+    return runs.Table(title, rows)
 
 
 def error(ours: Any, exact: Any) -> float:
-    """Mean over kernels of the norm of a gradient's error over the gradient's."""
+    """Average the relative errors, in norm, of the gradients of kernels."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True)
     wide = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
     errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in wide if b.ndim > 1]

@@ -1,8 +1,8 @@
-"""Train the runs that a benchmark compares, and print what a benchmark measured.
+"""Train the runs that a benchmark compares, and publish its tables.
 
-A seed changes a loss more than a number format does, so runs are compared in pairs of the same seed
-and text: a difference is the mean over pairs, with its standard error. A run that is complete in
-`train.runs_dir` is used as it is, and one that was stopped is resumed.
+Losses differ more between seeds than between number formats, so runs are compared in pairs of the
+same seed and text: a difference is the mean over pairs, with a standard error. Finished runs in
+`train.runs_dir` are reused, and stopped runs resumed.
 """
 
 import datetime
@@ -36,19 +36,19 @@ from ..run.step import make_evaluation, mean_loss
 from ..train import train
 
 PARITY = "gpt/parity.yaml"
-PLAIN_RATE = 0.004  # the best of 0.002, 0.004 and 0.008 for `parity.yaml`: bench libraries
+PLAIN_RATE = 0.004  # for `parity.yaml`, the best of 0.002, 0.004 and 0.008 (bench libraries)
 
 # Options that several benchmarks have.
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
-ConfigPath = Annotated[str | None, typer.Option("--config", help="the run, as YAML")]
-DataPaths = Annotated[list[str] | None, typer.Option("--data", help="text, once or more")]
-Seeds = Annotated[int, typer.Option(min=1, help="runs of each variant, with seeds in a row")]
+ConfigPath = Annotated[str | None, typer.Option("--config", help="YAML file of the runs")]
+DataPaths = Annotated[list[str] | None, typer.Option("--data", help="a text; repeat for more")]
+Seeds = Annotated[int, typer.Option(min=1, help="number of seeds per variant")]
 Jobs = Annotated[int, typer.Option(min=1, help="runs trained at the same time")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="train again what is there already")]
-JsonPath = Annotated[Path | None, typer.Option("--json", help="also write the tables here")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="train finished runs again")]
+JsonPath = Annotated[Path | None, typer.Option("--json", help="also write the tables to this file")]
 
-# Overrides by name of a variant, the first the reference; and the largest relative difference of a
-# variant, either way: 0 asks that it is no worse.
+# Overrides by variant, of which the first is the reference; and bounds on the relative difference
+# from the reference in either direction, or 0 for "no worse".
 Variants = Mapping[str, Sequence[str]]
 Bounds = Mapping[str, float]
 
@@ -57,7 +57,7 @@ _SCORES = ("above reference", "error above")
 
 
 def plain_words(rate: float = PLAIN_RATE, *more: str) -> tuple[str, ...]:
-    """Overrides of a model in plain `flax.nnx`, which has no u-muP."""
+    """Return overrides for a plain `flax.nnx` model, without u-muP."""
     words = ("model.library=plain", "precision.policy=float32", "optimizer.umup=false")
     words += ("optimizer.multipliers={}", "optimizer.weight_decay=0.0")
     return (*words, f"optimizer.learning_rate={rate}", *more)
@@ -74,7 +74,7 @@ class Told(NamedTuple):
     jobs: int = 1
 
     def texts(self) -> dict[str, list[str]]:
-        """Overrides for the runs on each text, by what ends their names."""
+        """Return overrides for each text, by the suffix of its runs' names."""
         found = {f"-{Path(path).stem}": [f"data.path={path}"] for path in self.data or ()}
         if len(found) < len(self.data or ()):
             raise RecipeError("--data: expected files of different names; rename one")
@@ -82,14 +82,14 @@ class Told(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows of unrounded values by column; lists are written, but not printed."""
+    """Rows of values by column; columns of lists are written to JSON, but not printed."""
 
     title: str
     rows: Sequence[Mapping[str, Any]]
 
 
 class Compared(NamedTuple):
-    """Losses or scores of every run, by variant: text by text, and in each text seed by seed."""
+    """Losses or scores by variant, ordered by text and then by seed."""
 
     configs: dict[str, list[RunConfig]]
     values: dict[str, list[float]]
@@ -98,7 +98,7 @@ class Compared(NamedTuple):
     rates: list[dict[str, Any]]
 
     def tables(self, title: str, bounds: Bounds | None = None) -> list[Table]:
-        """Every variant beside the reference: on each text, over all, and at each rate."""
+        """Compare the variants with the reference, on each text and on all, and by rate."""
         first = next(iter(self.configs.values()))
         seeds = len(first) // len(self.texts)
         parts = {text: slice(i * seeds, (i + 1) * seeds) for i, text in enumerate(self.texts)}
@@ -122,10 +122,10 @@ def compare(
     rates: Mapping[str, Sequence[float]] | None = None,
     own: Callable[[str, int], Sequence[str]] = lambda name, number: (),
 ) -> Compared:
-    """Train every variant on every text with every seed, each at the best of its `rates`.
+    """Train every variant on every text with every seed, and keep the best of its `rates`.
 
-    The metric is the loss over all validation data, or a score. `own` gives overrides by variant
-    and number of the run.
+    The metric is a score, or the loss over all validation data. `own` returns further overrides for
+    a variant and the number of the seed.
     """
     tried = {name: (rates or {}).get(name) or (None,) for name in variants}
     base, configs = told.config or str(CONFIGS / config), {}
@@ -159,7 +159,7 @@ def compare(
 
 
 def _measured(configs: Iterable[Any], told: Told, metric: str) -> dict[str, float]:
-    """The loss or score of every run by its name, measured in one process or in several."""
+    """Train and evaluate all runs, in one or several processes; return results by name."""
     tasks = [(one, told.fresh, metric) for same in configs for one in same]
     found: dict[str, Any] = {}
     console = Console(stderr=True)
@@ -173,20 +173,20 @@ def _measured(configs: Iterable[Any], told: Told, metric: str) -> dict[str, floa
 
 
 def _value(config: RunConfig, fresh: bool, metric: str) -> float | str:
-    """The loss or score of a run, or what went wrong."""
+    """Return the loss or score of a run, or the message of its error."""
     try:
         scores = trained(config, fresh)
         return float(loss_of(config) if metric == "loss" else scores[metric])
     except Exception as error:
-        if getattr(error, "exit_code", 1) > 128:  # stopped by a signal, as this process was
+        if getattr(error, "exit_code", 1) > 128:  # a signal stopped it
             raise
-        return message_of(error)  # the other runs go on
+        return message_of(error)  # other runs continue
     finally:
         jax.clear_caches()
 
 
 def trained(config: RunConfig, fresh: bool) -> dict[str, float]:
-    """Train or resume a run, if it is not finished; its scores."""
+    """Train or resume a run unless it is finished; return its scores."""
     outcome = train(config, fresh=fresh, console=Console())
     if outcome.signal is not None:
         todo = f"stopped by signal {outcome.signal}; run the same command to resume"
@@ -207,7 +207,7 @@ def loss_of(config: RunConfig) -> float:
 def differences(
     values: Mapping[str, Sequence[float]], bounds: Bounds, metric: str = "loss"
 ) -> list[dict[str, Any]]:
-    """Compare each variant with the first, pair by pair: losses by ratio, scores by difference."""
+    """Compare variants with the first one in pairs: losses by ratio, scores by difference."""
     is_loss = metric == "loss"
     above, spread = ("over reference", "standard error") if is_loss else _SCORES
     reference, rows = next(iter(values.values())), []
@@ -227,14 +227,14 @@ def differences(
 
 
 def verdict(distance: float, error: float, bound: float) -> str:
-    """Compare a distance with a bound; within two standard errors the verdict is open."""
+    """Compare a distance with a bound; "not resolved" within two standard errors."""
     if distance + 2 * error <= bound:
         return "within"
     return "not resolved" if distance - 2 * error <= bound else "outside"
 
 
 def asked(value: float, most: float) -> dict[str, Any]:
-    """The columns that say what was asked of a row's value, and whether it holds."""
+    """Return columns with the goal for a value, and whether the value reaches it."""
     return {"asked": f"<= {most:g}", "within": value <= most}
 
 
@@ -243,7 +243,7 @@ def listed(names: str) -> list[str]:
 
 
 def chosen(option: str, names: str, known: Mapping[str, Any]) -> list[str]:
-    """The names that an option lists, all of which are known."""
+    """Parse a list of names; raise an error for unknown ones."""
     wanted = listed(names)
     if unknown := [name for name in wanted if name not in known]:
         raise RecipeError(f"{option}: expected some of {', '.join(known)}; got {unknown[0]}")
@@ -255,7 +255,7 @@ def publish(
 ) -> None:
     """Print tables and notes, and write them to a file with command, versions, device and commit.
 
-    Where the output is no terminal, tables are Markdown, as the page of results has them.
+    If the output is not a terminal, tables are printed as Markdown for the results page.
     """
     terminal = Console().is_terminal
     console = Console(width=None if terminal else 1000, highlight=False)
@@ -275,7 +275,7 @@ def publish(
         return
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=CONFIGS.parent, capture_output=True, check=False)
-    # Files by their names: where they lie is of this machine.
+    # Without folders, which are specific to this machine.
     words = shlex.join(re.sub(r"(^|=)/(.*/)?", r"\1", word) for word in sys.argv[1:])
     document = {
         "benchmark": name,
@@ -293,7 +293,7 @@ def publish(
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row that JSON can hold: infinity and NaN as text."""
+    """Convert infinity and NaN, which JSON does not have, to text."""
     odd = {k: str(v) for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
     return {**row, **odd}
 

@@ -1,9 +1,9 @@
-"""Losses, step time and compile time of plain programs under `unitscale.scalify`.
+"""Measure losses, step time and compile time of plain programs under `unitscale.scalify`.
 
     python -m recipes bench scalify --data TEXT --seeds 5
 
-Trains the plain GPT of `configs/gpt/parity.yaml` under scalify in float16 (parameters and Adam's
-state too) and with FP8 matmuls and gradients, over float32; then times a step and its compilation.
+Trains the plain GPT of `configs/gpt/parity.yaml` in float32, under scalify in float16 (including
+Adam's state), and under scalify with FP8 matmuls; then times a step and its compilation.
 """
 
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ def main(
     fresh: runs.Fresh = False,
     json: runs.JsonPath = None,
 ) -> None:
-    """Prints losses, step times and compile times under scalify."""
+    """Print losses, step times and compile times under scalify."""
     words = runs.plain_words()
     half = (*words, "precision=scalify_float16")
     variants = {"plain-float32": words, "scalify-float16": half}

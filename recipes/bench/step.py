@@ -1,12 +1,12 @@
-"""Time, memory and kernels of a training step: on this CPU or GPU, or compiled for an H200.
+"""Measure time, memory and kernels of training steps, on this machine or projected for an H200.
 
     python -m recipes bench step
     JAX_PLATFORMS=cuda python -m recipes bench step --on gpu --shapes gpt2-small,llama-1b
     JAX_PLATFORMS=cpu python -m recipes bench step --on h200 --dump programs
 
-A row is a library, a policy and the formats of the optimizer state; a shape is a config and its
-batch. The step is that of `recipes.train`, on random tokens. `--on h200`, also `bench h200`, needs
-the CUDA plugin for JAX and no GPU: it projects the time of each kernel (`recipes.bench.aot`).
+A row is a library, a policy, and formats of the optimizer state; a shape is a config with a batch
+size. The step is that of `recipes.train`, on random tokens. `--on h200` (`bench h200`) needs JAX's
+CUDA plugin but no GPU: it projects the time of each kernel (see `recipes.bench.aot`).
 """
 
 import functools
@@ -42,9 +42,9 @@ _STATE = ("precision.weights=null", "precision.moments=null", "precision.roundin
 _SCALED = ("precision.weights=float16", "precision.moments=[float8_e4m3fn,float16]")
 _SCALED += ("precision.rounding=nearest", "precision.min_size=4096")  # defaults of optim.scaled
 _PLAIN = ("model.library=plain", "optimizer.umup=false", "optimizer.learning_rate=0.001", *_STATE)
-_PADDED = ("model.vocab_multiple=128",)  # a size that kernels like; plain models have no such key
+_PADDED = ("model.vocab_multiple=128",)  # suits GPU kernels; not supported by plain models
 REFERENCE = "plain-bfloat16"
-# Overrides of each row; those of MORE are looked at where they are asked for.
+# Overrides by row; those of MORE are measured only on request.
 ROWS = {
     REFERENCE: ("precision.policy=bfloat16", *_PLAIN),
     "fp8": ("precision.policy=fp8", *_PADDED, *_STATE),
@@ -60,7 +60,7 @@ MORE = {
     "qwix": ("precision.policy=bfloat16", *_PLAIN, "precision.matmuls=qwix"),
     "fp8-readout-scaled": ("precision.readout=gradients", *ROWS["fp8-scaled"]),
 }
-# Overrides of the configs of `configs/gpt/`.
+# Overrides by config in `configs/gpt/`.
 SHAPES = {
     "parity": (),
     "gpt2-small": ("model.vocab=50257", "model.tied_readout=true", "data.batch_size=8"),
@@ -70,8 +70,8 @@ DEFAULT_SHAPES = {"cpu": "parity", "gpu": "gpt2-small", "h200": "gpt2-small,llam
 KINDS = ("FP8 products", "16-bit products", "32-bit products", "attention", "memory-bound")
 PROJECTED = (
     "All times are projected (recipes.bench.aot). All attention is cuDNN's kernel.",
-    "over plain: projected time over plain flax.nnx in bfloat16. peak MiB: arguments, results and "
-    "temporaries. FP8 matmuls: of all matmuls but attention's, those that are FP8 kernels.",
+    "over plain: projected time relative to plain flax.nnx in bfloat16. peak MiB: arguments, "
+    "results and temporaries. FP8 matmuls: how many run as FP8 kernels, attention's not counted.",
 )
 
 
@@ -81,13 +81,13 @@ def main(
     rows: Annotated[str | None, typer.Option(help=f"of {', '.join(ROWS | MORE)}")] = None,
     on: Annotated[str, typer.Option(help="cpu, gpu or h200")] = "cpu",
     rounds: Annotated[int, typer.Option(min=2, help="timed rounds of five steps")] = 5,
-    dump: Annotated[Path | None, typer.Option(help="folder for an H200's programs")] = None,
-    top: Annotated[int, typer.Option(min=0, help="element-wise kernels of an H200 listed")] = 0,
+    dump: Annotated[Path | None, typer.Option(help="folder for programs (h200)")] = None,
+    top: Annotated[int, typer.Option(min=0, help="element-wise kernels to list (h200)")] = 0,
     json: runs.JsonPath = None,
 ) -> None:
-    """Prints step time, memory and kernels of training steps."""
+    """Print step time, memory and kernels of training steps."""
     if on not in DEFAULT_SHAPES:
-        raise RecipeError(f"--on: expected cpu, gpu or h200; got {on}; correct it")
+        raise RecipeError(f"--on: expected cpu, gpu or h200; got {on}")
     wanted = runs.chosen("--shapes", shapes or DEFAULT_SHAPES[on], SHAPES)
     default = ",".join(ROWS) if on == "h200" else f"{REFERENCE},fp8,fp8-scaled"
     names = runs.chosen("--rows", rows or default, ROWS | MORE)
@@ -109,7 +109,7 @@ def main(
     measured = [row for table in tables for row in table.rows]
     failed = [f"{row['program']}: {row['error']}" for row in measured if "error" in row]
     jax.config.update("jax_platforms", platform)
-    notes = [f"ms: median of {rounds} rounds of five steps, of which the last is waited for."]
+    notes = [f"ms: median of {rounds} rounds of five steps, waiting for the last one only."]
     if some := len(failed) < len(measured):
         runs.publish("step", tables, json, notes)
     if failed:
@@ -124,7 +124,7 @@ def config_of(shape: str, row: str, overrides: Sequence[str] = ()) -> GPTConfig:
 def _measure(shape: str, overrides: list[str], rounds: int, row: str) -> dict[str, Any]:
     try:
         return {"program": row, **measure(config_of(shape, row, overrides), rounds)}
-    except Exception as error:  # the other rows go on
+    except Exception as error:  # other rows continue
         return {"program": row, "error": message_of(error)}
 
 
@@ -156,7 +156,7 @@ def measure(config: GPTConfig, rounds: int) -> dict[str, Any]:
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Arguments, results and temporaries of a program; what is donated counts once."""
+    """Return the bytes of arguments, results and temporaries; donated arrays count once."""
     memory: Any = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return held + memory.temp_size_in_bytes - memory.alias_size_in_bytes
@@ -164,7 +164,7 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Trace attention of `jax.nn` for cuDNN's kernel, which plain models do not ask for."""
+    """Make `jax.nn.dot_product_attention` use cuDNN's kernel, for plain models."""
     own = jax.nn.dot_product_attention
 
     @functools.wraps(own)
@@ -178,8 +178,8 @@ def fused_attention() -> Iterator[None]:
 def project(
     shapes: list[str], names: list[str], overrides: list[str], dump: Path | None, top: int
 ) -> list[runs.Table]:
-    """Compile the rows of each shape for an H200, and project the time they take."""
-    jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
+    """Compile the rows of each shape for an H200, and project their time."""
+    jax.config.update("jax_platforms", "cpu")  # otherwise the plugin looks for a driver
     try:
         h200_topology()
     except ImportError as error:
@@ -234,7 +234,7 @@ def random_batch(config: GPTConfig, seed: int = 0) -> np.ndarray:
 
 
 def compile_seconds(config: RunConfig) -> float:
-    """CPU seconds to trace and compile a config's step, cold."""
+    """Measure the CPU seconds to trace and compile a config's step, without caches."""
     jax.clear_caches()
     start = time.process_time()
     _, step, arguments = abstract_step(config)
@@ -243,14 +243,14 @@ def compile_seconds(config: RunConfig) -> float:
 
 
 def stepper(config: GPTConfig) -> Callable[[], object]:
-    """A function that trains one step further on the same random batch, and waits for it."""
+    """Return a function that takes a training step on a random batch, and waits for it."""
     graphdef, optimizer, state = init_state(config)
     step, batch = make_train_step(graphdef, optimizer, config), random_batch(config)
     return advancing(lambda state, index: step(state, batch, index), state)
 
 
 def advancing(step: Callable[[Any, Any], tuple[Any, Any]], state: Any) -> Callable[[], object]:
-    """A function that takes one step further, `(state, index) -> (state, values)`, and waits."""
+    """Return a function that calls `step(state, index) -> (state, values)`, and waits for it."""
     done = 0
 
     def advance() -> object:
@@ -265,7 +265,7 @@ def advancing(step: Callable[[Any, Any], tuple[Any, Any]], state: Any) -> Callab
 def time_ratio(
     first: Callable[[], object], second: Callable[[], object], rounds: int
 ) -> dict[str, float]:
-    """Columns that compare the times of two functions, which take turns: medians over rounds."""
+    """Time two functions that take turns; return columns with medians over rounds."""
     times: tuple[list[Any], list[Any]] = [], []
     for index in range(rounds + 2):  # two rounds to warm up
         for which in (0, 1) if index % 2 else (1, 0):

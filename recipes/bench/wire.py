@@ -1,7 +1,7 @@
 """Count the bytes that the collectives of a compiled program send.
 
-XLA widens small types where a backend has no arithmetic for them (a bfloat16 all-reduce on a CPU
-runs in float32), and merges or drops collectives, so bytes are counted in the compiled program.
+Bytes are counted in compiled programs, because XLA merges and drops collectives, and runs some in
+wider types, such as bfloat16 all-reduces on a CPU in float32.
 """
 
 import math
@@ -24,7 +24,7 @@ _SENT = {
 
 
 class Collective(NamedTuple):
-    """One collective: its kind, XLA's type of its first result, and bytes of all its results."""
+    """One collective: its kind, the HLO type of its first result, and the bytes of all results."""
 
     kind: str
     dtype: str
@@ -37,7 +37,7 @@ class Collective(NamedTuple):
 
 
 def collectives(compiled: Any) -> list[Collective]:
-    """Return the collectives of a compiled program or its text; those of a loop count once."""
+    """List the collectives of a compiled program or its text; those in a loop count once."""
     program = parse_hlo(compiled if isinstance(compiled, str) else compiled.as_text())
     everyone = devices_of(program.header)
     found = (i for i in program.instructions if i.opcode.removesuffix("-start") in _SENT)
@@ -50,7 +50,7 @@ def bytes_on_wire(compiled: Any) -> int:
 
 
 def collective(i: HloInstruction, everyone: int) -> Collective:
-    """Read a collective of a program for this many devices."""
+    """Describe a collective instruction of a program for `everyone` devices."""
     kind, arrays = i.opcode.removesuffix("-start"), i.types
     if kind != i.opcode and kind != "all-reduce":
         # An asynchronous start returns its operands, its results, and perhaps contexts.
@@ -60,12 +60,12 @@ def collective(i: HloInstruction, everyone: int) -> Collective:
 
 
 def size_of(*arrays: tuple[str, tuple[int, ...]]) -> float:
-    """Return the bytes of arrays, by their types in HLO."""
+    """Return the bytes of arrays, given as HLO types and shapes."""
     return sum((1 if kind == "pred" else bits(kind) / 8) * math.prod(d) for kind, d in arrays)
 
 
 def devices_of(header: str) -> int:
-    """Return how many devices a program is for, by its first line."""
+    """Read the number of a program's devices from its first line."""
     return math.prod(map(int, re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)))
 
 
@@ -78,7 +78,7 @@ def _group_size(attributes: str, everyone: int) -> int:
         return int(iota[2])
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
-        # A part of an axis is written 'name':(size before it)size.
+        # Part of an axis is written 'name':(size of the parts before it)size.
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
         return math.prod(int(part or sizes[name]) for name, part in axes)
     raise ValueError(f"recipes.bench: unknown format of replica groups: {attributes}")

@@ -1,4 +1,4 @@
-"""Config of BERT's pretraining."""
+"""The config of recipe bert."""
 
 from typing import Any, ClassVar, Literal, Self
 
@@ -22,18 +22,18 @@ Pairs = Literal["none", "next_sentence", "sentence_order"]
 Pooling = Literal["cls", "mean"]
 
 SPECIAL = 3
-"""Special tokens of a sequence: [CLS] A [SEP] B [SEP]."""
+"""Number of special tokens in a sequence, [CLS] A [SEP] B [SEP]."""
 SEGMENTS = 2
-"""Segments of a sequence, A and B."""
+"""Number of segments in a sequence, A and B."""
 
 
 class MaskingConfig(Section):
-    """Tokens to predict."""
+    """Choice of the tokens to predict."""
 
     share: Share = 0.15
     """Share of tokens to predict."""
     whole_words: Flag = False
-    """Predict all tokens of a word, or none (WordPiece's ##)."""
+    """Predict either all WordPiece tokens of a word or none."""
 
 
 class BertDataConfig(DataConfig):
@@ -42,9 +42,9 @@ class BertDataConfig(DataConfig):
     tokenizer: TokenizerConfig = TokenizerConfig(kind="wordpiece", lowercase=True)
     """The tokenizer: WordPiece, or a file with BERT's special tokens."""
     pairs: Pairs = "none"
-    """Also predict if the second segment follows the first (next_sentence), or their order."""
+    """Also predict whether the second segment follows the first (next_sentence), or their order."""
     masking: MaskingConfig = MaskingConfig()
-    """Tokens to predict."""
+    """Choice of the tokens to predict."""
 
     @property
     def predictions(self) -> int:
@@ -56,10 +56,8 @@ class BertDataConfig(DataConfig):
         if self.tokenizer.kind not in ("wordpiece", "file"):
             raise ValueError(f"tokenizer.kind must be wordpiece or file; got {self.tokenizer.kind}")
         if self.sequence_length < SPECIAL + 2:
-            raise ValueError(
-                f"sequence_length must be at least {SPECIAL + 2}, a token of each segment and "
-                f"{SPECIAL} special tokens; got {self.sequence_length}"
-            )
+            least, got = SPECIAL + 2, self.sequence_length
+            raise ValueError(f"sequence_length must be at least {least}; got {got}")
         return self
 
 
@@ -71,7 +69,7 @@ class BertModelConfig(TransformerConfig):
     }
 
     vocab: Count = 8192
-    """Number of token ids; null for those of data.tokenizer."""
+    """Number of token ids; null for the number that data.tokenizer has."""
     width: Count = 256
     """Size of the residual stream."""
     norm_placement: Literal["post", "pre"] = "post"
@@ -85,7 +83,7 @@ class BertModelConfig(TransformerConfig):
 
 
 class BertConfig(LanguageConfig):
-    """A whole config of a BERT's pretraining."""
+    """Config of a pretraining run."""
 
     constants: ClassVar[dict[str, Any]] = LanguageConfig.constants | {
         "data.masking.masked": 0.8,

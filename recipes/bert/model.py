@@ -1,7 +1,7 @@
-"""BERT in `unitscale.nn`, an encoder and the heads that it is pretrained with, and in plain Flax.
+"""BERT with its pretraining heads, in `unitscale.nn` and in plain Flax.
 
-Unit scaling multiplies the gradient of each head's loss by a constant of its own. Where losses are
-summed, the constants have to be made equal, or the sum's gradient points elsewhere.
+Unit scaling multiplies the gradient of each head's loss by a constant, which differs between heads.
+Before losses are summed, the constants are made equal, to keep the direction of the gradient.
 """
 
 import math
@@ -22,10 +22,10 @@ from .config import SEGMENTS, BertModelConfig, Pairs, Pooling
 
 
 def head_constant(classes: int, rows: int, tokens: int, width: int) -> float:
-    """The gradient at the encoder's output over the true gradient of the mean loss of a head.
+    """Return the constant that multiplies a head's gradient at the encoder's output.
 
-    The head reads `rows` of the encoder's `tokens` outputs, into `classes`. `mean_loss` multiplies
-    by `rows`; cross entropy, readout and look-up by their backward over their forward factors.
+    The head classifies `rows` of the encoder's `tokens` outputs into `classes`. The constant is
+    `rows`, from `mean_loss`, times the backward factors over the forward factors of its three ops.
     """
     loss = rules.softmax_cross_entropy(classes)
     readout = rules.readout(width, classes, rows)
@@ -35,31 +35,29 @@ def head_constant(classes: int, rows: int, tokens: int, width: int) -> float:
 
 
 def rows_of(x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
-    """The outputs (batch, n, width) at positions (batch, n) of x (batch, time, width).
-
-    A look-up in a table of all outputs, so that a gradient that reaches few of them is unit over
-    all, as in `ops.embed`; a tied readout's gradient and the look-up's have one constant then.
-    """
+    """Select the rows (batch, n, width) of x (batch, time, width) at positions (batch, n)."""
+    # `ops.embed` gives the gradient unit RMS over all rows of x, though it is zero at most of them,
+    # and scales it like that of a tied readout.
     batch, time, width = x.shape
     start = time * jnp.arange(batch)[:, None]
-    with batch_size(positions.size):  # devices that divide the batch divide the table as well
+    with batch_size(positions.size):  # global counts, because devices also shard the table
         return ops.embed(start + positions, x.reshape(batch * time, width))
 
 
 def mean_loss(logits: ops.ArrayLike, labels, where=None, *, share: float = 1.0) -> jax.Array:
-    """Mean cross entropy of the labels (...) that count of logits (..., classes), in float32."""
+    """Average the cross entropy of labels (...), where `where` is True, in float32."""
     total = ops.softmax_cross_entropy(logits, labels, where=where, reduction="sum")
     return _mean_of(total, labels, where, share)
 
 
 def _mean_of(total: jax.Array, labels, where, share: float = 1.0) -> jax.Array:
-    # A constant: also labels of other devices and those that do not count.
+    # The backward factor must be a constant: it counts all labels, also those of other devices.
     count = labels.size if where is None else jnp.maximum(jnp.sum(where), 1)
     return ops.scale_bwd(total / count, share * labels.size * num_batch_shards(labels))
 
 
 class Encoder(nnx.Module):
-    """Embeddings of tokens, positions and segments, and a Transformer over them."""
+    """A Transformer over the sum of token, position and segment embeddings."""
 
     def __init__(self, config: BertModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
         assert config.context is not None, "a recipe fills in the longest sequence"
@@ -69,7 +67,7 @@ class Encoder(nnx.Module):
         self.embed = nn.Embed(config.vocab, width, pad_to_multiple_of=padding, **options)
         self.positions = nn.PositionalEmbed(config.context, width, **options) if learned else None
         self.segments = nn.Embed(SEGMENTS, width, **options)
-        # Before the stack as in BERT, or after it, where the layers leave their sum as it is.
+        # Before the stack as in BERT (post-norm), or after it (pre-norm).
         self.norm = nn.LayerNorm(width, policy=policy)
         self.dropout = nn.Dropout(config.dropout, rngs=rngs)
         sizes = config.layers, width, config.heads, config.hidden
@@ -77,13 +75,13 @@ class Encoder(nnx.Module):
         self.stack = nn.TransformerStack(*sizes, **placement, **config.stack_options, **options)
 
     def __call__(self, ids, segments, *, mask=None, deterministic: bool = True) -> ops.ArrayLike:
-        """Outputs (batch, time, width) of int32 ids and segments, 0 or 1, both (batch, time).
+        """Map int32 ids and segments (0 or 1), both (batch, time), to outputs (batch, time, width).
 
         `mask` is bool (batch, time), False on padding.
         """
         x = self.embed(ids)
         x = x if self.positions is None else self.positions(x)
-        # Two parts and one, so that three tables weigh the same.
+        # The first operand holds two tables: weights that make all three contribute equally.
         x = ops.weighted_add(x, self.segments(segments), weights=(math.sqrt(2), 1.0))
         x = self.norm(x) if self.post else x
         x = self.dropout(x, deterministic=deterministic)
@@ -93,14 +91,14 @@ class Encoder(nnx.Module):
 
 
 class Pooler(nnx.Module):
-    """A dense layer and tanh over the output of the first token, [CLS], or the mean of all."""
+    """A dense layer and tanh, applied to the first token's output or to the mean of all."""
 
     def __init__(self, width: int, pooling: Pooling = "cls", **options: Any):
         self.pooling = pooling
         self.dense = nn.Dense(width, width, **options)
 
     def __call__(self, x: ops.ArrayLike, mask: jax.Array | None = None) -> ScaledArray:
-        """Maps outputs (batch, time, width) to (batch, width); `mask` is False on padding."""
+        """Map outputs (batch, time, width) to (batch, width); `mask` is False on padding."""
         if self.pooling == "mean":
             return ops.tanh(self.dense(mean_of_tokens(x, mask)))
         first = rows_of(x, jnp.zeros((x.shape[0], 1), jnp.int32))
@@ -124,7 +122,7 @@ class Bert(nnx.Module):
         self.pair_readout = nnx.data(nn.Readout(width, SEGMENTS, **options) if asked else None)
 
     def predict(self, x: ops.ArrayLike, positions: jax.Array) -> ScaledArray:
-        """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""
+        """Return logits (batch, n, vocab) at positions (batch, n), given the encoder's outputs."""
         x = self._states(x, positions)
         return self.encoder.embed.attend(x) if self.readout is None else self.readout(x)
 
@@ -135,11 +133,10 @@ class Bert(nnx.Module):
     def loss(
         self, ids, segments, positions, targets, counts, answers=None, *, deterministic=True
     ) -> jax.Array:
-        """Mean cross entropy of the hidden tokens, and where pairs are asked that of the answers.
+        """Return the mean cross entropy of hidden tokens, plus that of `answers` about pairs.
 
-        Ids and segments are (batch, time); tokens are predicted at `positions` (batch, n), where
-        `targets` are, but for predictions that only fill up n, whose `counts` is False. `answers`
-        (batch,), 0 or 1, are what is asked of each pair.
+        Ids and segments are (batch, time). At `positions` (batch, n), the model predicts `targets`;
+        `counts` is False for entries that only pad to n. `answers` (batch,) are 0 or 1.
         """
         x = self.encoder(ids, segments, deterministic=deterministic)
         total = (self.readout or self.encoder.embed).cross_entropy(
@@ -147,7 +144,7 @@ class Bert(nnx.Module):
         )
         if self.pooler is None or self.pair_readout is None or answers is None:
             return _mean_of(total, targets, counts)
-        # One constant for both gradients, and a unit sum.
+        # Weights that give both gradients the same constant, and their sum unit RMS.
         heads = (self.vocab, positions.size), (SEGMENTS, answers.size)
         sizes = ids.size, x.shape[-1]
         first, second = rules.normalized_weights([1 / head_constant(*h, *sizes) for h in heads])
@@ -156,7 +153,7 @@ class Bert(nnx.Module):
 
 
 class PlainEncoder(nnx.Module):
-    """The pre-norm encoder of the layers of the plain GPT, with attention to both sides."""
+    """A pre-norm encoder made of the plain GPT's layers, with bidirectional attention."""
 
     def __init__(self, parts: Parts):
         config: GPTModelConfig = parts.config
@@ -168,7 +165,7 @@ class PlainEncoder(nnx.Module):
         self.norm = parts.norm()
 
     def __call__(self, ids, segments, *, deterministic: bool = True) -> jax.Array:
-        """Outputs (batch, time, width) of int32 ids and segments (batch, time)."""
+        """Map int32 ids and segments (batch, time) to outputs (batch, time, width)."""
         places = jnp.arange(ids.shape[1])
         x = self.embed(ids) + self.segments(segments)
         x = x if self.positions is None else x + self.positions(places)
@@ -180,7 +177,7 @@ class PlainEncoder(nnx.Module):
 
 
 class PlainBert(nnx.Module):
-    """The baseline: a BERT that predicts hidden tokens, with GPT-2's initialisation, no scales."""
+    """The baseline in plain Flax: predicts hidden tokens, with GPT-2's initialization."""
 
     def __init__(self, config: BertModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         keys = "vocab", "width", "layers", "heads", "mlp_ratio", "context", "positions", "dropout"
@@ -193,13 +190,13 @@ class PlainBert(nnx.Module):
         self.readout = nnx.data(None if tied else parts.linear(*sizes, bias=False))
 
     def predict(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Logits (batch, n, vocab) of the tokens at positions (batch, n), from the outputs x."""
+        """Return logits (batch, n, vocab) at positions (batch, n), given the encoder's outputs."""
         rows = jnp.take_along_axis(x, positions[..., None], axis=1)
         rows = self.norm(jax.nn.gelu(self.dense(rows)))
         return self.encoder.embed.attend(rows) if self.readout is None else self.readout(rows)
 
     def loss(self, ids, segments, positions, targets, counts, *, deterministic=True) -> jax.Array:
-        """Mean cross entropy of the hidden tokens; arguments as those of `Bert.loss`."""
+        """Return the mean cross entropy of hidden tokens; for the arguments see `Bert.loss`."""
         x = self.encoder(ids, segments, deterministic=deterministic)
         logits = self.predict(x, positions).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)

@@ -1,4 +1,4 @@
-"""BERT's pretraining: pairs of segments with hidden tokens, drawn anew in every epoch."""
+"""The recipe bert: pretraining on pairs of segments with hidden tokens, redrawn every epoch."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ scores = no_scores
 
 
 class Vocabulary(NamedTuple):
-    """Ids of [CLS], [SEP] and [MASK], and which ids are special or begin a word, (vocab,) bool."""
+    """Ids of [CLS], [SEP] and [MASK], and masks (vocab,) of ids that are special or begin words."""
 
     first: int
     end: int
@@ -34,7 +34,7 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: SubwordTokenizer) -> Self:
-        """The ids of a tokenizer; WordPiece continues a word with tokens that begin with ##."""
+        """Read the ids from a tokenizer; WordPiece tokens inside a word begin with ##."""
         special, begins = np.zeros(tokenizer.vocab, bool), np.ones(tokenizer.vocab, bool)
         for token, index in tokenizer.inner.get_vocab(with_added_tokens=True).items():
             begins[index] = not token.startswith("##")
@@ -47,13 +47,10 @@ class Vocabulary(NamedTuple):
     def hide(
         self, ids: np.ndarray, words: np.ndarray, predictions: int, rng: np.random.Generator
     ) -> tuple[np.ndarray, ...]:
-        """Hides at most `predictions` tokens, 80% behind [MASK] and 10% behind any other token.
+        """Replace up to `predictions` tokens: 80% by [MASK], 10% by random tokens, 10% unchanged.
 
-        `words` (time,) numbers the word of each token, rising; special tokens are never hidden. A
-        word is hidden whole or not at all; one that no longer fits is passed over.
-
-        Returns:
-          Ids with hidden tokens; where and what these are (predictions,), and which count.
+        `words` (time,) are rising numbers of each token's word; words are replaced as a whole.
+        Returns ids (time,) with replacements, and positions, targets and counts (predictions,).
         """
         places = np.flatnonzero(~self.special[ids])
         _, starts, sizes = np.unique(words[places], return_index=True, return_counts=True)
@@ -74,7 +71,7 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskedCorpus(Corpus):
-    """A corpus as `Bert.loss` takes it; what is hidden of a window is drawn."""
+    """A corpus in the form that `Bert.loss` takes, with randomly hidden tokens."""
 
     config: BertDataConfig = field(default_factory=BertDataConfig)
 
@@ -84,11 +81,11 @@ class MaskedCorpus(Corpus):
         return Vocabulary.of(self.tokenizer)
 
     def examples(self, *, training: bool) -> Sequence[Examples]:
-        """Windows, and the draws that make sequences of them."""
+        """Return windows, and the function that makes a training example of a window."""
         length, begins = self.sequence_length - SPECIAL, self.vocabulary.begins
 
         def cut(window: np.ndarray) -> np.ndarray:
-            start = int(np.argmax(begins[window[:length]]))  # 0 where no word begins
+            start = int(np.argmax(begins[window[:length]]))  # 0 if no word begins here
             return window[start : start + length]
 
         found = []
@@ -102,9 +99,9 @@ class MaskedCorpus(Corpus):
     def _sequence(
         self, others: Any, window: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, ...]:
-        """The arguments of `Bert.loss` for one sequence; `others` are windows of the same text."""
+        """Make the arguments of `Bert.loss`; `others` are all windows of the same text."""
         config, vocabulary = self.config, self.vocabulary
-        # Cut where a word begins: the pieces of a cut word would tell the order.
+        # Cut where a word begins, because pieces of a cut word would reveal the order.
         places = np.flatnonzero(vocabulary.begins[window[1:]]) + 1
         place = rng.choice(places) if places.size else window.size // 2
         left, right = window[:place], window[place:]
@@ -117,20 +114,20 @@ class MaskedCorpus(Corpus):
         ids = np.concatenate([first, left, end, right, end])
         segments = np.repeat(np.arange(2, dtype=np.int32), [left.size + 2, right.size + 1])
         begins = vocabulary.begins[ids] | (not config.masking.whole_words)
-        begins[[1, left.size + 2]] = True  # a word is not hidden in one segment for another's sake
+        begins[[1, left.size + 2]] = True  # no word spans both segments
         seen, *hidden = vocabulary.hide(ids, np.cumsum(begins), config.predictions, rng)
         inputs = (seen, segments, *hidden)
         return inputs if config.pairs == "none" else (*inputs, np.asarray(answer, np.int32))
 
 
 def load_data(config: BertConfig) -> MaskedCorpus:
-    """The text of the config, or its mixture of texts, in pairs of segments with hidden tokens."""
+    """Read the texts of a config."""
     corpus = load_corpus(config.data, config.model.vocab)
     return MaskedCorpus(**vars(corpus), config=config.data)
 
 
 def build(config: BertConfig) -> Bert | PlainBert:
-    """The BERT that a config describes, with the weights of `config.init` or drawn ones."""
+    """Build the BERT that a config describes, with weights from `config.init` or random ones."""
     shape, pairs = config.model.model_copy(update={"context": config.context}), config.data.pairs
     rngs, is_plain = nnx.Rngs(config.seed), config.model.library == "plain"
     if is_plain:
@@ -140,14 +137,14 @@ def build(config: BertConfig) -> Bert | PlainBert:
     if config.init is not None:
         run = earlier_run(config.init, BertConfig)
         needed = None if is_plain else ("encoder", "dense", "norm", "readout")
-        # The readout of pairs is drawn where the run was asked something else.
+        # Copy the readout of pairs only if the run had the same task for pairs.
         kept = ("pooler", "pair_readout") if pairs == run.data.pairs else ("pooler",)
         take_weights(bert, run, needed, kept)
     return bert
 
 
 def abstract_batch(config: BertConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of ids, segments, positions, targets, counts, and answers if asked."""
+    """Return the shapes of the arguments of `Bert.loss`."""
     size, data = config.data.batch_size, config.data
     tokens = jax.ShapeDtypeStruct((size, data.sequence_length), jnp.int32)
     hidden = jax.ShapeDtypeStruct((size, data.predictions), jnp.int32)
@@ -157,7 +154,7 @@ def abstract_batch(config: BertConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def closing(config: BertConfig, data: MaskedCorpus, model: Any, folder: Path) -> Iterator[str]:
-    """A validation text with hidden tokens, and what the model puts in their place."""
+    """Yield the model's guesses for the hidden tokens of a validation text."""
     if config.train.sample_tokens:
         ids, segments, positions, targets, counts = next(data.validation(1))[:5]
         logits = to_array(model.predict(model.encoder(ids[:1], segments[:1]), positions[:1]))

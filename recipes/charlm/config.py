@@ -1,4 +1,4 @@
-"""Config of a character model."""
+"""The config of recipe charlm."""
 
 from typing import Any, ClassVar, Literal, Self
 
@@ -6,7 +6,7 @@ from pydantic import field_validator, model_validator
 
 from ..config import Count, DataConfig, Library, OptimizerConfig, ResidualConfig, RunConfig, Section
 
-# The recipe's own defaults; the rate is that of a unit-scaled model.
+# Defaults of this recipe; the learning rate is for unit-scaled models.
 _OPTIMIZER = {
     "name": "adam",
     "learning_rate": 1.0,
@@ -17,7 +17,7 @@ _OPTIMIZER = {
 
 
 class CharlmResidualConfig(ResidualConfig):
-    """Weights of residual branches, equal by default."""
+    """Weights of residual branches, by default the same for all."""
 
     scheme: Literal["fixed", "running_mean", "depth"] = "fixed"
     """Rule for the weight tau of each residual branch."""
@@ -29,23 +29,23 @@ class CharlmModelConfig(Section):
     library: Library = "unitscale"
     """Library of the model: unitscale.nn, or plain flax.nnx as a baseline."""
     kind: Literal["conv", "rnn", "attention"] = "rnn"
-    """Layers that mix characters."""
+    """Kind of layers across characters."""
     cell: Literal["gru", "lstm", "rhn"] = "gru"
-    """Cell of an rnn."""
+    """Recurrent cell (rnn)."""
     norm: Literal["pre", "post", "none"] = "pre"
     """LayerNorm at the start of each branch, after each residual sum, or none."""
     residual: CharlmResidualConfig = CharlmResidualConfig()
     """Weights of residual branches."""
     layers: Count = 2
-    """Layers, each with a branch that mixes characters and an MLP branch."""
+    """Number of layers, each of a branch of the given kind and an MLP branch."""
     width: Count = 64
     """Size of the residual stream."""
     heads: Count = 4
-    """Attention heads."""
+    """Number of attention heads (attention)."""
     kernel: Count = 5
-    """Characters that a convolution sees."""
+    """Kernel size in characters (conv)."""
     mlp_ratio: Count = 2
-    """Hidden size of the MLP over the width."""
+    """Hidden size of the MLP as a multiple of the width."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -57,18 +57,12 @@ class CharlmModelConfig(Section):
 
 
 class CharlmConfig(RunConfig):
-    """A whole run of a character model."""
+    """Config of a character model's run."""
 
     moved: ClassVar[dict[str, str]] = {
         "model.residual": "model.residual.scheme",
         "model.tau": "model.residual.tau",
         "model.attention_ratio": "model.residual.attention_ratio",
-    }
-    renamed: ClassVar[dict[str, str]] = {
-        "model.parametrization": "model.library (plain for regular, unitscale for unit)",
-        "model.precision": "precision.policy",
-        "optimizer.momentum": "optimizer.b1",
-        "sweep.start": "sweep.when, with optimizer.learning_rate for each kind of point",
     }
     converts = False
     loss_unit = "character"

@@ -1,4 +1,4 @@
-"""Character models in `unitscale.nn`, and the same in plain `flax.nnx` as a baseline."""
+"""The recipe charlm: character models in `unitscale.nn`, and in plain `flax.nnx` as a baseline."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ closing = no_closing
 
 
 def branch_taus(config: CharlmModelConfig) -> list[float]:
-    """The tau of every residual branch: one that mixes characters and an MLP in each layer."""
+    """Return the tau of every residual branch; each layer has a mixer and an MLP branch."""
     scheme, count, own = config.residual.scheme, 2 * config.layers, config.residual
     ratio = own.attention_ratio if config.kind == "attention" else 1.0
     if scheme == "depth":
@@ -31,7 +31,7 @@ def branch_taus(config: CharlmModelConfig) -> list[float]:
 
 
 class ConvBlock(nnx.Module):
-    """A causal convolution (zeros on the left), gelu, and a dense layer, of either library."""
+    """A causal convolution, gelu and a dense layer, from either library."""
 
     def __init__(self, conv: Any, out: Any, gelu: Any):
         self.conv, self.out, self.gelu = conv, out, gelu
@@ -41,7 +41,7 @@ class ConvBlock(nnx.Module):
 
 
 class Recurrent(nnx.Module):
-    """A plain RNN whose carry is in the dtype of its activations."""
+    """A plain RNN whose carry has the dtype of its input."""
 
     def __init__(self, cell: nnx.GRUCell | nnx.OptimizedLSTMCell):
         self.rnn = nnx.RNN(cell, rngs=False)
@@ -66,7 +66,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """gelu between two plain dense layers."""
+    """Two plain dense layers with gelu in between."""
 
     def __init__(self, width: int, hidden: int, **options: Any):
         self.up = nnx.Linear(width, hidden, **options)
@@ -77,7 +77,7 @@ class MLP(nnx.Module):
 
 
 class CharModel(nnx.Module):
-    """A character model: unit scaled, or in plain `flax.nnx` as it is initialised there."""
+    """A character model: unit scaled, or in plain `flax.nnx` with Flax's initializers."""
 
     def __init__(self, config: CharlmModelConfig, length: int, options: dict[str, Any]):
         width, taus, unit = config.width, branch_taus(config), config.library == "unitscale"
@@ -111,7 +111,7 @@ class CharModel(nnx.Module):
         self.branches, self.norms, self.readout = nnx.List(branches), nnx.List(norms), readout
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Mean cross entropy of targets (batch, time), in nats per character; nothing is random."""
+        """Return the mean cross entropy of targets (batch, time), in nats per character."""
         x = self.embed(ids)
         if self.positions is not None:
             places = jnp.arange(ids.shape[1])
@@ -133,7 +133,7 @@ class CharModel(nnx.Module):
 
 
 def _mixer(config: CharlmModelConfig, length: int, options: dict[str, Any]) -> Any:
-    """The branch in which characters see one another, of either library."""
+    """Make the branch that mixes information across characters, from either library."""
     width, unit = config.width, config.library == "unitscale"
     layers: Any = nn if unit else nnx
     if config.kind == "conv":
@@ -145,13 +145,14 @@ def _mixer(config: CharlmModelConfig, length: int, options: dict[str, Any]) -> A
         cell = getattr(layers, names[config.cell])(width, width, **options)
         return nn.RNN(cell) if unit else Recurrent(cell)
     if unit:
-        sizes: Any = {"is_causal": True, "max_length": length}
-        return nn.MultiHeadAttention(config.heads, width, **sizes, **options)
+        return nn.MultiHeadAttention(
+            config.heads, width, is_causal=True, max_length=length, **options
+        )
     return Attention(width, config.heads, **options)
 
 
 def build(config: CharlmConfig) -> CharModel:
-    """The model that a config describes, its parameters drawn from `config.seed`."""
+    """Build the model that a config describes, with parameters drawn from `config.seed`."""
     options: dict[str, Any] = {"rngs": nnx.Rngs(params=jax.random.key(config.seed))}
     if config.model.library == "plain":
         options["dtype"] = jnp.dtype(config.precision.policy)
@@ -161,5 +162,5 @@ def build(config: CharlmConfig) -> CharModel:
 
 
 def load_data(config: CharlmConfig) -> Corpus:
-    """The text of the config, in windows."""
+    """Read the text of a config."""
     return load_corpus(config.data)

@@ -1,4 +1,4 @@
-"""The sections that configs are made of; a recipe's own are in its `config` module."""
+"""The sections of configs that several recipes share."""
 
 from .run import (
     FORMAT_KEYS as FORMAT_KEYS,

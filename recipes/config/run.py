@@ -1,6 +1,6 @@
-"""The config of a run: the keys that all recipes have, and messages for wrong ones.
+"""The keys that the configs of all recipes have, and messages for wrong keys and values.
 
-Sections are frozen pydantic models, and the docstring of each field describes its key in messages.
+Sections are frozen pydantic models; error messages quote the docstring of a field.
 """
 
 import copy
@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-# Strict: YAML has integers, reals and booleans, so `layers: true` and `layers: "4"` are slips.
+# Strict: `layers: true` and `layers: "4"` are mistakes, as YAML has integers and booleans.
 Count = Annotated[int, Strict(), Field(gt=0)]
 Whole = Annotated[int, Strict(), Field(ge=0)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
@@ -30,7 +30,7 @@ Format = WideFormat | NarrowFormat
 
 
 class Section(BaseModel):
-    """A part of a config. An undeclared key is an error, so that a misspelt one is not ignored."""
+    """A part of a config. Unknown keys are errors, so that misspelled keys are not ignored."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
@@ -49,11 +49,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "scalify_float16": {"scalify": "float16"},
     "scalify_fp8": {"scalify": "float16", "matmuls": "fp8"},
 }
-"""Keys of `precision` by the name of a preset."""
+"""Presets of the section `precision`, by name."""
 
 
 def expand_preset(precision: Any) -> Any:
-    """Expand the name of a preset or a policy to the keys of the section."""
+    """Expand the name of a preset or a policy to keys of the section `precision`."""
     is_name = isinstance(precision, str)
     return PRESETS.get(precision, {"policy": precision}) if is_name else precision
 
@@ -62,13 +62,13 @@ class PrecisionConfig(Section):
     """Number formats of computation and storage."""
 
     policy: Policy = "float32"
-    """Number formats that layers compute in."""
+    """Number formats of the layers' computations."""
     layers: dict[str, Policy] = Field(default_factory=dict)
-    """Policies of single layers, by patterns of their paths (nn.set_policies)."""
+    """Policies of single layers, by path pattern (see nn.set_policies)."""
     readout: Flag | Literal["gradients"] = False
-    """FP8 in the output layer too: in all of its matmuls, or only in those of its gradients."""
+    """FP8 also in the output layer: true for all its matmuls, gradients for backward ones only."""
     matmuls: Literal["fp8", "fp8_dynamic", "fp8_delayed", "qwix"] | None = None
-    """FP8 matmuls of a plain model: fp8 under scalify, else a preset of nn.convert, or qwix."""
+    """FP8 matmuls in a plain model: fp8 with scalify, else fp8_dynamic, fp8_delayed or qwix."""
     scalify: WideFormat | None = None
     """Train a plain model under scalify, with parameters and activations in this format."""
     weights: WideFormat | None = None
@@ -78,21 +78,21 @@ class PrecisionConfig(Section):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of stored weights and moments."""
     min_size: Whole = 0
-    """Smaller parameters (counted over stacked layers) and their moments stay in float32."""
+    """Parameters with fewer elements, and their moments, stay in float32."""
     frozen: NarrowFormat | None = None
-    """Storage format of layers that LoRA freezes, with scales by output; null for the policy's."""
+    """Storage format of weights that LoRA freezes, scaled per output; null for the policy's."""
     exchange: Format | None = None
-    """Format in which devices exchange gradients; null for XLA's choice."""
+    """Format in which devices exchange gradients; null to let XLA choose."""
     loss_scale: Positive | Literal["dynamic"] | None = None
-    """Loss scale, for comparison: constant, or dynamic to halve it at gradients not finite."""
+    """Loss scale: a constant, or dynamic to halve it when gradients overflow."""
     monitor: Fraction | None = None
-    """Log the saturated share of each FP8 tensor; the share that rebalance allows, such as 1e-4."""
+    """Log the share of saturated elements per FP8 tensor; rebalance acts above this value."""
     rebalance: Flag = False
-    """At log steps, double the scales of tensors that saturate above the monitor's share."""
+    """At log steps, double the scale of each tensor that saturates more than monitor allows."""
 
     @property
     def scaled_state(self) -> bool:
-        """True if weights or moments are stored in formats of their own."""
+        """True if weights or moments are stored in other formats than float32."""
         return self.weights is not None or self.moments is not None
 
     @model_validator(mode="before")
@@ -116,16 +116,14 @@ class PrecisionConfig(Section):
         if self.scalify and self.scaled_state:
             raise ValueError("scalify stores weights and moments itself; set both null")
         if matmuls is not None and (matmuls == "fp8") != (self.scalify is not None):
-            raise ValueError(
-                "matmuls fp8 needs scalify, and fp8_dynamic, fp8_delayed and qwix need scalify "
-                f"null; got matmuls {matmuls} and scalify {self.scalify}"
-            )
+            need = "scalify" if matmuls == "fp8" else "scalify null"
+            raise ValueError(f"matmuls {matmuls} needs {need}; got scalify {self.scalify}")
         return self
 
 
 Role = Literal["weight", "readout", "embedding", "bias", "norm"]
-# With u-muP's factor of 1, gains (which its authors do not train) and biases learn too fast at the
-# best rate of weights: within some thousand steps, gains reach 100 and activations overflow 8 bits.
+# At the weights' best learning rate, gains and biases with u-muP's multiplier of 1 learn too fast:
+# within a few thousand steps gains reach 100 and activations overflow FP8.
 _MULTIPLIERS = {"weight": 1.0, "readout": 1.0, "embedding": 1.0, "bias": 0.03, "norm": 0.03}
 
 
@@ -133,7 +131,7 @@ class OptimizerConfig(Section):
     """The optimizer and its learning-rate schedule."""
 
     name: Literal["adam", "adamw", "sgd", "lion", "muon"] = "adamw"
-    """Update rule; muon is for hidden kernels, at 1/32 of the rate, and leaves the rest to Adam."""
+    """Update rule. With muon, hidden kernels use Muon at 1/32 of the rate, the rest Adam."""
     learning_rate: Positive = 2e-3
     """Peak learning rate."""
     warmup_steps: Whole = 0
@@ -141,7 +139,7 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
     final_fraction: Annotated[float, Strict(), Field(ge=0, le=1)] = 0.1
-    """Final learning rate over the peak (cosine and linear)."""
+    """Final learning rate as a share of the peak (cosine, linear)."""
     b1: Fraction = 0.9
     """Decay of the first moment; momentum of sgd."""
     b2: Fraction = 0.95
@@ -149,21 +147,21 @@ class OptimizerConfig(Section):
     eps: NonNegative | None = None
     """Epsilon of Adam; null for 2^-12 with umup, 1e-8 without."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay (adamw, lion, muon); with umup, the share removed in each step."""
+    """Decoupled weight decay (adamw, lion, muon); with umup, share of weights removed per step."""
     clip_norm: Positive | None = None
-    """Largest global norm of the gradient; null for any."""
+    """Clip gradients to this global norm, thousands in unit-scaled models; null not to clip."""
     skip_nonfinite: Whole = 0
-    """Most steps in a row to skip because loss or gradient is not finite."""
+    """Number of steps in a row that may be skipped because loss or gradient is not finite."""
     umup: Flag = True
     """Use u-muP learning rates, by each parameter's role, fan-in and depth."""
     multipliers: dict[Role, NonNegative] = Field(default_factory=dict)
-    """With umup, multipliers of learning rates by role; default 0.03 for bias and norm, else 1."""
+    """With umup, learning-rate multipliers by role; default 0.03 for bias and norm, else 1."""
 
     @property
     def adam_eps(self) -> float:
-        """Epsilon of Adam, above 1e-8 for unit-scaled models, whose gradients are near 1."""
+        """Epsilon of Adam; larger for unit-scaled models, whose gradients are near 1."""
         # With 1e-8, parameters whose gradients decay, such as output columns of tokens that never
-        # occur, keep taking full-size steps until those gradients underflow.
+        # occur, would keep taking full-size steps until those gradients underflow.
         return self.eps if self.eps is not None else 2.0**-12 if self.umup else 1e-8
 
     @field_validator("multipliers", mode="before")
@@ -177,47 +175,47 @@ class OptimizerConfig(Section):
         if not self.umup and own:
             raise ValueError("multipliers need umup true; got umup false; remove them")
         if self.name == "muon" and not self.umup:
-            raise ValueError("name muon needs umup true, which tells hidden kernels from others")
+            raise ValueError("name muon needs umup true, which identifies hidden kernels")
         if self.weight_decay and self.name in ("adam", "sgd"):
             raise ValueError(f"weight_decay needs name adamw, lion or muon; got name {self.name}")
         return self
 
 
 class TrainConfig(Section):
-    """Length of training, and its outputs."""
+    """Number of steps, and outputs."""
 
     steps: Count = 1000
     """Optimizer steps."""
     eval_every: Count = 200
     """Steps between validation losses."""
     eval_batches: Count = 16
-    """Validation batches during training."""
+    """Most batches per validation loss during training."""
     checkpoint_every: Count = 200
     """Steps between checkpoints."""
     keep: Count = 2
-    """Number of newest checkpoints to keep."""
+    """Number of checkpoints to keep, the newest ones."""
     log_every: Count = 20
-    """Steps between metric lines."""
+    """Steps between log lines."""
     logger: Literal["tensorboard", "wandb", "mlflow", "none"] = "tensorboard"
-    """Where to log metrics besides metrics.jsonl."""
+    """Where to log metrics in addition to metrics.jsonl."""
     sample_tokens: Whole = 200
     """Tokens to generate after training; 0 for none."""
     sample_prompt: str = Field(default="\n", min_length=1)
     """Prompt of the sample."""
     runs_dir: str = "runs"
-    """Parent of the run's folder."""
+    """Folder in which the run's folder is made."""
 
 
 class BatchConfig(Section):
     """Batches of any data."""
 
     step_unit: ClassVar[str] = "examples"
-    """Unit of `step_size`, and of speed."""
+    """Unit in which `step_size` and speed are counted."""
 
     batch_size: Count = 16
     """Examples per step, over all processes."""
     micro_batches: Count = 1
-    """Parts of a batch to compute one after another, accumulating gradients, to save memory."""
+    """Number of parts to split a batch into, accumulating their gradients, to save memory."""
 
     @property
     def step_size(self) -> int:
@@ -226,7 +224,7 @@ class BatchConfig(Section):
 
 
 class MeshConfig(Section):
-    """Mesh axes, whose sizes multiply to the number of devices."""
+    """Sizes of the mesh axes; their product is the number of devices."""
 
     data: Count = 1
     """Devices to shard the batch over."""
@@ -235,43 +233,41 @@ class MeshConfig(Section):
     context: Count = 1
     """Devices to shard the tokens of a sequence over."""
     tensor: Count = 1
-    """Devices to shard the outputs of matrices over."""
+    """Devices to shard the output dimension of kernels over."""
 
 
 class SweepConfig(Section):
-    """A grid of runs, and the search for the learning rate of each."""
+    """A grid of runs, and the learning-rate search of each."""
 
     grid: dict[str, list[Any]] = Field(default_factory=dict)
     """Lists of values by dotted key, such as model.kind."""
     seeds: list[Whole] = Field(default=[0], min_length=1)
     """Seeds to average over."""
     factor: Annotated[float, Strict(), Field(gt=1)] = 4.0
-    """Ratio of neighbouring learning rates."""
+    """Ratio of neighboring learning rates."""
     rates: Annotated[int, Strict(), Field(ge=3)] = 5
-    """Learning rates to train at once."""
+    """Number of learning rates to train at once."""
     rounds: Count = 3
-    """How often to extend the rates until the best is not at an end."""
+    """Most rounds of the search; a round extends the rates if the best one is at an end."""
     when: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
-    """Further keys of points that match, such as `model.library=plain seed=0`; null for no run."""
+    """Keys to set by condition, such as `model.library=plain seed=0`; null skips such points."""
 
 
 class RunConfig(Section):
     """Config of a run: the keys that all recipes have."""
 
     moved: ClassVar[dict[str, str]] = {}
-    """Names of keys in earlier versions, and their names now, beside `MOVED`."""
-    renamed: ClassVar[dict[str, str]] = {}
-    """Keys of earlier versions, and what to set in their place, beside `REMOVED`."""
+    """New names of keys of earlier versions, in addition to `MOVED`."""
     constants: ClassVar[dict[str, Any]] = {}
-    """Keys of earlier versions that are constants now, and their values."""
+    """Keys of earlier versions that are constants now, with their values."""
     converts: ClassVar[bool] = True
-    """True if plain models of the recipe train with `precision.scalify` and `matmuls`."""
+    """True if the recipe has plain models for `precision.scalify` and `precision.matmuls`."""
     loss_unit: ClassVar[str] = "example"
-    """The loss is in nats per this."""
+    """The unit of the loss, which is in nats per `loss_unit`."""
     sequence: ClassVar[int | None] = None
-    """Number of tokens that mesh.context shards; None where there are no sequences."""
+    """Tokens per sequence, which mesh.context divides; None without sequences."""
     longest: ClassVar[int | None] = None
-    """Length of the longest sequence that the model takes; None for any."""
+    """Length of the longest sequence that the model accepts; None if there is no limit."""
 
     recipe: str
     """Name of the recipe."""
@@ -286,7 +282,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its schedule."""
     train: TrainConfig = TrainConfig()
-    """Length of training, and its outputs."""
+    """Number of steps, and outputs."""
     mesh: MeshConfig | None = None
     """Mesh of devices; null for one device."""
     sweep: SweepConfig = SweepConfig()
@@ -294,12 +290,12 @@ class RunConfig(Section):
 
     @classmethod
     def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """Fill in the keys of a file that follow from the model in `init`."""
+        """Fill in keys of a file that follow from the model in `init`."""
         return tree
 
     @classmethod
     def upgraded(cls, tree: Any) -> Any:
-        """Translate a config stored by an earlier version to the keys of today."""
+        """Translate a config stored by an earlier version to today's keys."""
         if not isinstance(tree, dict):
             return tree
         tree, moved = copy.deepcopy(tree), cls.moved
@@ -310,7 +306,7 @@ class RunConfig(Section):
         for old, new in moved.items():
             section, name = _section(tree, old)
             if new.startswith(f"{old}.") and isinstance(section.get(name), dict):
-                continue  # the section of today that has the old key's name
+                continue  # today's section of the same name as the old key
             if (value := section.pop(name, None)) is not None:
                 section, name = _section(tree, new, make=True)
                 section.setdefault(name, value)
@@ -322,16 +318,16 @@ class RunConfig(Section):
 
     @property
     def settled(self) -> Self:
-        """The valid config, with what follows from the files that it names."""
+        """The config, checked against the files that it names and completed from them."""
         return self
 
     @property
     def resumed(self) -> Self:
-        """The config without what only the first start reads."""
+        """The config without keys that only the first start of a run uses, such as `init`."""
         return self
 
     def kept_in(self, folder: Path) -> Self:
-        """The config of the run in a folder, which may have been moved or copied since."""
+        """Return the config with the name and parent of its run's folder, which may have moved."""
         folder = folder.absolute()
         train = self.train.model_copy(update={"runs_dir": str(folder.parent)})
         return self.model_copy(update={"name": folder.name, "train": train})
@@ -352,8 +348,7 @@ class RunConfig(Section):
             raise ValueError("precision.exchange needs mesh; got mesh null; set mesh.data")
         if precision.exchange and (mesh.fsdp * mesh.context * mesh.tensor > 1 or precision.scalify):
             raise ValueError(
-                "precision.exchange needs mesh.fsdp, context and tensor 1, and precision.scalify "
-                "null, so that parameters are whole on every device"
+                "precision.exchange needs mesh.fsdp, context and tensor 1, precision.scalify null"
             )
         parts = mesh.data * mesh.fsdp * self.data.micro_batches
         if self.data.batch_size % parts:
@@ -366,7 +361,7 @@ class RunConfig(Section):
                 "mesh.context must divide data.sequence_length of recipes gpt and bert; got "
                 f"{mesh.context} and {self.sequence}"
             )
-        # Finetune learns the library from `init`.
+        # Recipe finetune has no `library`: its `init` decides.
         library = getattr(getattr(self, "model", None), "library", None)
         if library == "plain" and ("fp8" in precision.policy or optimizer.umup):
             raise ValueError(
@@ -385,7 +380,7 @@ class RunConfig(Section):
 
 
 def _section(tree: dict[str, Any], key: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
-    """Return the section of a dotted key and the key in it; {} for a section that is missing."""
+    """Return the section of a dotted key, {} if it is missing, and the key's last part."""
     *sections, name = key.split(".")
     for section in sections:
         inner = tree.get(section)
@@ -398,7 +393,7 @@ def _section(tree: dict[str, Any], key: str, *, make: bool = False) -> tuple[dic
 
 
 FORMAT_KEYS = ("precision", "optimizer.skip_nonfinite")
-"""The keys of a config that may change, on request, when a run is resumed."""
+"""Keys that may change with `--convert` when a run is resumed."""
 
 MOVED = {
     "policy": "precision.policy",
@@ -410,39 +405,41 @@ MOVED = {
     "mesh.gradients": "precision.exchange",
     "monitor.limit": "precision.monitor",
     "monitor.rebalance": "precision.rebalance",
+    "optimizer.momentum": "optimizer.b1",
     **{
         f"optimizer.{name}": f"precision.{name}"
         for name in ("weights", "moments", "rounding", "min_size", "loss_scale")
     },
 }
-"""Names of keys before there was a section `precision`, and their names now."""
+"""New names of keys of versions without a section `precision`."""
 REMOVED = {
     "scalify": "precision.scalify",
     "scalify.products": "precision.matmuls",
     "scalify.gradients": "precision.matmuls",
     "monitor": "precision.monitor",
+    "model.norm_eps": "init, whose folder has it",
     "optimizer.loss_scale_interval": "precision.loss_scale dynamic, which doubles after 2000 steps",
 }
-"""Keys of earlier versions that are gone, and what to set in their place."""
+"""Removed keys of earlier versions, and what to set instead."""
 
 
 def valid_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every dotted key that a file may have, with its field; sections included."""
+    """Yield every dotted key that a file may have, sections included, with its field."""
     for name, field in model.model_fields.items():
         yield prefix + name, field
         section = section_of(field)
-        if section is not None and not field.json_schema_extra:  # filled in from `init`
+        if section is not None and not field.json_schema_extra:  # else it is filled in from `init`
             yield from valid_keys(section, f"{prefix}{name}.")
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a section, also of one that may be null."""
+    """Return the pydantic model of a section, also if it may be null."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def entry_of(key: str, schema: type[RunConfig]) -> tuple[str, str]:
-    """Split the dotted key of an entry, such as `sweep.grid.model.kind`, after its mapping."""
+    """Split a key such as `sweep.grid.model.kind` into its mapping and its entry there."""
     for name, field in valid_keys(schema):
         kinds = (field.annotation, *get_args(field.annotation))
         if key.startswith(f"{name}.") and any(get_origin(kind) is dict for kind in kinds):
@@ -453,13 +450,13 @@ def entry_of(key: str, schema: type[RunConfig]) -> tuple[str, str]:
 def describe_problems(
     problems: Sequence[Mapping[str, Any]], schema: type[RunConfig]
 ) -> Iterator[str]:
-    """Yield pydantic's errors, in one line for each key."""
+    """Format pydantic's errors as one line per key."""
     values = {name for name, field in valid_keys(schema) if not section_of(field)}
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for problem in problems:
         parts = [str(part) for part in problem["loc"] if part != "[key]"]
         key, parent = ".".join(parts), ".".join(parts[:-1])
-        # Errors of each type of a union are located below its key.
+        # pydantic reports one error for each type of a union, located below the key.
         in_union = parent in values and isinstance(problem["loc"][-1], str)
         merged = in_union and not entry_of(key, schema)[1]
         groups.setdefault(parent if merged else key, []).append(problem)
@@ -487,8 +484,8 @@ def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConf
 
 
 def unknown_key(key: str, schema: type[RunConfig]) -> str:
-    """Describe an unknown key: its new name, its constant value, or the nearest key."""
-    new = MOVED | REMOVED | schema.moved | schema.renamed
+    """Describe an unknown key, with its new name, its constant value, or the nearest key."""
+    new = MOVED | schema.moved | REMOVED
     if key in new:
         return f"{key} is no longer a key of the config; set {new[key]}"
     if key in schema.constants:

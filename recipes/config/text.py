@@ -1,4 +1,4 @@
-"""The config of runs on text: tokenizer, batches, and the shapes of Transformers."""
+"""Configs of runs on text: tokenizer, batches, and the shapes of Transformers."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -15,7 +15,7 @@ Target = Literal["query", "key", "value", "out", "gate", "up", "down"]
 TOKENIZER_FILE = "tokenizer.json"
 """File name of a run's tokenizer."""
 BYTES = 256
-"""Ids of the byte tokenizer."""
+"""Number of ids of the byte tokenizer."""
 
 
 class TokenizerConfig(Section):
@@ -24,15 +24,15 @@ class TokenizerConfig(Section):
     kind: Literal["byte", "bpe", "wordpiece", "file"] = "byte"
     """Bytes, a tokenizer trained on the text (bpe, wordpiece), or a tokenizer.json (file)."""
     vocab: Count | None = None
-    """Most ids of a trained tokenizer; null for 8192."""
+    """Largest number of ids of a trained tokenizer; null for 8192."""
     path: str | None = None
-    """The tokenizer.json of kind file."""
+    """Path of the tokenizer.json (file)."""
     lowercase: Flag = False
-    """Lower-case all text (bpe, wordpiece)."""
+    """Lowercase all text (bpe, wordpiece)."""
 
     @property
     def ids(self) -> int:
-        """The number of ids that a model needs, known before any text is read."""
+        """The number of ids that a model needs; no text has to be read for it."""
         if self.kind == "file":
             return largest_id(read_tokenizer(str(self.path))) + 1
         return BYTES if self.kind == "byte" else self.vocab or 8192
@@ -65,17 +65,17 @@ class DataConfig(SequenceConfig):
     path: str | None = None
     """File, folder, glob pattern or saved Hugging Face dataset; null for Python's library."""
     mixture: dict[str, Positive] | None = None
-    """Several texts in place of path, with the share of batches of each, as path: weight."""
+    """Several texts instead of path: a mapping from each path to its share of the windows."""
     pattern: str = "**/*"
-    """Glob pattern of the files of a folder."""
+    """Glob pattern of the files in a folder."""
     format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
-    """Format of the files; auto for that of each file's name, text for unknown names."""
+    """Format of the files; auto decides by each file's name, and uses text by default."""
     text_key: str = "text"
     """Field or column that holds the text (jsonl, parquet, dataset)."""
     split: str = "train"
     """Split of a dataset that has several."""
     documents: Literal["file", "blank_line", "line"] = "file"
-    """End of a document of a text file."""
+    """What ends a document in a text file."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
     cache_dir: str | None = None
@@ -87,7 +87,7 @@ class DataConfig(SequenceConfig):
 
     @property
     def texts(self) -> list[Self]:
-        """The config of each text: those of a mixture, or this one."""
+        """One config for each text of the mixture, or this config."""
         if self.mixture is None:
             return [self]
         return [self.model_copy(update={"path": path, "mixture": None}) for path in self.mixture]
@@ -100,7 +100,7 @@ class DataConfig(SequenceConfig):
 
 
 def read_tokenizer(path: str | Path, key: str = "data.tokenizer.path") -> Tokenizer:
-    """Reads a tokenizer.json."""
+    """Read a tokenizer.json."""
     text = read_text(Path(path), key, "give the tokenizer.json of a tokenizer")
     try:
         return Tokenizer.from_str(text)
@@ -112,7 +112,7 @@ def read_tokenizer(path: str | Path, key: str = "data.tokenizer.path") -> Tokeni
 
 
 def largest_id(tokenizer: Tokenizer) -> int:
-    """The largest id that a tokenizer can give; -1 where it has none."""
+    """Return the largest id of a tokenizer, or -1 if it has none."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
@@ -124,9 +124,9 @@ class ResidualConfig(Section):
     tau: Positive = 0.5
     """Weight of every branch (scheme fixed)."""
     mult: Positive = 1.0
-    """Weight of all branches together (scheme depth)."""
+    """Weight of all branches together relative to the embedding (scheme depth)."""
     attention_ratio: Positive = 1.0
-    """Weight of attention branches over MLP branches (scheme depth; any in recipe charlm)."""
+    """Weight of attention branches relative to MLP branches (scheme depth, or recipe charlm)."""
 
 
 class TransformerConfig(Section):
@@ -143,9 +143,9 @@ class TransformerConfig(Section):
     library: Library = "unitscale"
     """Library of the model: unitscale.nn, or plain flax.nnx as a baseline."""
     vocab: Count = BYTES
-    """Number of token ids; null for those of data.tokenizer."""
+    """Number of token ids; null for the number that data.tokenizer has."""
     vocab_multiple: Count = 1
-    """Pad embedding table and readout to a multiple of this that suits kernels, such as 128."""
+    """Pad vocabulary dimensions to a multiple of this; 128 suits GPU kernels."""
     width: Count = 128
     """Size of the residual stream."""
     layers: Count = 4
@@ -153,9 +153,9 @@ class TransformerConfig(Section):
     heads: Count = 4
     """Number of attention heads."""
     mlp_ratio: Positive = 4.0
-    """Hidden size of the MLP over the width."""
+    """Hidden size of the MLP as a multiple of the width."""
     context: Count | None = None
-    """Longest sequence, the number of learned positions; null for data.sequence_length."""
+    """Length of the longest sequence; null for data.sequence_length."""
     positions: Positions = "learned"
     """Position encoding: rotary (rope) or a learned table."""
     tied_readout: Flag = False
@@ -165,11 +165,11 @@ class TransformerConfig(Section):
     residual: ResidualConfig = ResidualConfig()
     """Weights of residual branches (unitscale models)."""
     attention_implementation: Literal["auto", "plain", "chunked", "cudnn", "splash"] = "auto"
-    """Attention over all scores at once (plain), in chunks, or in a kernel for GPU or TPU."""
+    """Attention with all scores in memory (plain), in chunks, or in a GPU or TPU kernel."""
     scan: Flag = False
-    """Scan over the layers with stacked parameters, so that one layer is compiled."""
+    """Stack the layers' parameters and scan over them, so that only one layer is compiled."""
     remat: Literal["none", "dots", "layer"] = "none"
-    """Recompute activations in the backward pass: none, all but matmul outputs, or layers."""
+    """What to recompute in the backward pass: nothing, all but matmul outputs (dots), or layers."""
 
     @property
     def hidden(self) -> int:
@@ -181,7 +181,7 @@ class TransformerConfig(Section):
 
     @property
     def stack_options(self) -> dict[str, Any]:
-        """Options of `unitscale.nn.TransformerStack` that do not differ between recipes."""
+        """Options of `unitscale.nn.TransformerStack` that all recipes set alike."""
         return {
             **{f"residual_{key}": value for key, value in self.residual},
             "max_length": self.context,
@@ -216,9 +216,9 @@ class RopeConfig(Section):
     low_factor: Positive = 1.0  # llama3: wavelengths above context / low_factor are scaled
     high_factor: Positive = 4.0  # llama3: wavelengths below context / high_factor are kept
     context: Count = 8192  # llama3, yarn: the longest sequence before scaling
-    fast: Positive = 32.0  # yarn: frequencies that turn more often in context are kept
-    slow: Positive = 1.0  # yarn: frequencies that turn less often are scaled
-    truncate: Flag = True  # yarn: round the band between the two to whole pairs
+    fast: Positive = 32.0  # yarn: keep frequencies with more rotations than this in context
+    slow: Positive = 1.0  # yarn: scale frequencies with fewer rotations than this
+    truncate: Flag = True  # yarn: round the ends of the band between the two to whole pairs
     attention_factor: Positive = 1.0  # yarn: multiplies rotated queries and keys
 
     @model_validator(mode="after")
@@ -237,11 +237,11 @@ class RopeConfig(Section):
 
 
 class DecoderConfig(Section):
-    """Properties of a decoder from a Hugging Face folder beyond the keys of `model`."""
+    """Properties of Hugging Face decoders for which `model` has no keys."""
 
     norm_eps: Positive | None = None  # None: 1e-6
     head_dim: Count | None = None  # None: width / heads
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"  # of a gated MLP
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"  # in gated MLPs
     biases: Annotated[tuple[Literal["qkv", "out", "mlp"], ...], Field(max_length=3)] = ()
     query_key_norms: Flag = False
     post_norms: Flag = False  # a norm after each branch as well
@@ -250,10 +250,10 @@ class DecoderConfig(Section):
     attention_scale: Positive | None = None  # of scores; None: 1 / sqrt(head_dim)
     attention_cap: Positive | None = None  # scores s become cap tanh(s / cap)
     logit_cap: Positive | None = None
-    window: Count | None = None  # tokens that a local layer attends to, its own included
-    local_layers: tuple[Whole, ...] = ()  # indices of local layers
+    window: Count | None = None  # tokens that a token of a local layer attends to, with itself
+    local_layers: tuple[Whole, ...] = ()  # indices of layers with windowed attention
     rope: RopeConfig = RopeConfig()
-    local_rope: RopeConfig | None = None  # of local layers; None: the same
+    local_rope: RopeConfig | None = None  # of local layers; None: as `rope`
 
     @model_validator(mode="after")
     def _local_layers_have_a_window(self) -> Self:
@@ -281,13 +281,13 @@ class GPTModelConfig(TransformerConfig):
     positions: Positions = "rope"
     """Position encoding: rotary (rope) or a learned table."""
     document_end: Whole | None = None
-    """Id that ends a document, to keep attention within documents; null for one document."""
+    """Token id that ends a document, to mask attention between documents; null for no mask."""
     decoder: DecoderConfig | None = Field(default=None, json_schema_extra={"from_init": True})
-    """Details of a Hugging Face decoder, which are read from init."""
+    """Properties of a Hugging Face decoder, read from init."""
 
     @property
     def variant(self) -> DecoderConfig:
-        """`decoder`, or the default."""
+        """`decoder`, or its default."""
         return self.decoder or DecoderConfig()
 
     @property
@@ -296,7 +296,7 @@ class GPTModelConfig(TransformerConfig):
 
     @property
     def biases(self) -> tuple[str, ...]:
-        """Linear layers of a plain model that add a bias."""
+        """Linear layers of a plain model that have a bias."""
         return ("qkv", "out", "mlp") if self.bias else self.variant.biases
 
 
@@ -314,7 +314,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Factor of an update: alpha / rank."""
+        """The factor alpha / rank of an update."""
         return self.alpha / self.rank
 
 
@@ -331,7 +331,7 @@ class LanguageConfig(RunConfig):
     """Folder of a run of this recipe to start from; null for none."""
 
     def passed_on(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Fill in the model and the tokenizer of a file whose `init` is this run."""
+        """Fill in model and tokenizer of a config file whose `init` is this run."""
         shape = self.model.model_dump(mode="json", exclude={"context"})
         if self.longest is not None:
             shape["context"] = self.longest
@@ -347,7 +347,7 @@ class LanguageConfig(RunConfig):
 
     @property
     def context(self) -> int:
-        """Number of learned positions."""
+        """Length of the longest sequence; the number of positions if they are learned."""
         return self.model.context or self.data.sequence_length
 
     @property
@@ -361,17 +361,17 @@ class LanguageConfig(RunConfig):
     @field_validator("model", mode="before")
     @classmethod
     def _vocab_of_tokenizer(cls, model: Any, info: ValidationInfo) -> Any:
-        """Fill in `vocab`, so that the stored config has the whole shape."""
+        """Fill in `vocab`, so that the stored config has the complete shape."""
         given = model.model_dump(exclude_unset=True) if isinstance(model, BaseModel) else model
         if not isinstance(given, dict) or given.get("vocab") is not None:
             return model
-        data = info.data.get("data")  # None where it is wrong itself
+        data = info.data.get("data")  # None if that section is invalid
         return given | {"vocab": data.tokenizer.ids if data else BYTES}
 
     @model_validator(mode="after")
     def _model_fits_text(self) -> Self:
         tokenizer, context, length = self.data.tokenizer, self.model.context, self.sequence
-        # A file is not read: it may have moved since the run copied it.
+        # A tokenizer file is not read, as it may have moved after the run copied it.
         if tokenizer.kind != "file" and self.model.vocab < tokenizer.ids:
             least, got = tokenizer.ids, self.model.vocab
             raise ValueError(f"model.vocab must be at least the tokenizer's {least}; got {got}")
@@ -385,25 +385,25 @@ class LanguageConfig(RunConfig):
 def filled_from(
     tree: dict[str, Any], shape: dict[str, Any], tokenizer: Any, trained: Any = None
 ) -> dict[str, Any]:
-    """Fill in the model in `init`; a file may also say how its tokenizer was `trained`."""
+    """Fill in model and tokenizer from `init`; raise an error if the file sets them differently."""
     model, data = tree.get("model") or {}, tree.get("data") or {}
     if not isinstance(data, dict) or not isinstance(model, dict):
-        return tree  # its error comes later
-    free = {"dropout", "remat", "attention_implementation"}  # they change no weights
+        return tree  # validation will report it
+    free = {"dropout", "remat", "attention_implementation"}  # may differ: they change no weights
     own = {key: model[key] for key in model if key in free or key not in shape}
     given = {f"model.{key}": (model[key], shape[key]) for key in model.keys() - own.keys()}
-    if not _agrees(data.get("tokenizer"), trained):
+    if not _agrees(data.get("tokenizer"), trained):  # else the file repeats the training settings
         given["data.tokenizer"] = data.get("tokenizer"), tokenizer
     for key, (value, wanted) in sorted(given.items()):
         if not _agrees(value, wanted):
             raise RecipeError(
-                f"{key}: expected {wanted!r}, that of init {tree['init']}; got {value!r}; remove it"
+                f"{key}: expected {wanted!r}, as in init {tree['init']}; got {value!r}; remove it"
             )
     return tree | {"model": shape | own, "data": data | {"tokenizer": tokenizer}}
 
 
 def _agrees(given: Any, own: Any) -> bool:
-    """Compare a value of a file with a run's; null and missing keys agree with anything."""
+    """Return True if a file's value is null or equal to a run's; only given keys are compared."""
     if isinstance(given, dict) and isinstance(own, dict):
         return all(key in own and _agrees(given[key], own[key]) for key in given)
     return given is None or given == own

@@ -1,1 +1,1 @@
-"""Fine-tuning on question answering and sentence classification."""
+"""Fine-tuning for question answering and sentence classification."""

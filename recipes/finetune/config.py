@@ -1,4 +1,4 @@
-"""Config of fine-tuning."""
+"""The config of recipe finetune."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -24,30 +24,30 @@ Column = Whole | Annotated[str, Strict(), Field(min_length=1)]  # a position or 
 
 
 class DataConfig(SequenceConfig):
-    """The files of a task, and their batches; special tokens count to the sequence length."""
+    """The files of a task, and their batches; the sequence length includes special tokens."""
 
     train: str
-    """File to train on."""
+    """File with training data."""
     validation: str
-    """File to score on."""
+    """File with validation data."""
 
 
 class SquadConfig(Section):
     """Extractive question answering."""
 
     max_question_length: Count = 64
-    """Tokens of a question; a longer one is cut."""
+    """Most tokens of a question; longer questions are cut."""
     negatives: NonNegative | None = None
-    """Windows without the answer to train on, for each window with it; null for all."""
+    """Number of windows without the answer per window with it, in training; null for all."""
     mark_matches: Flag = False
-    """Give tokens of the context that occur in the question the question's segment."""
+    """Assign the question's segment id to context tokens that occur in the question."""
 
 
 class ClassificationConfig(Section):
-    """Columns of texts and labels: names, or positions from 0 where a file has no header."""
+    """Columns of texts and labels: names, or positions from 0 if files have no header."""
 
     header: Flag = True
-    """True if a TSV or CSV file names its columns."""
+    """True if the first line of the TSV or CSV files names the columns."""
     text: Column = "sentence"
     """Column of the text."""
     pair: Column | None = None
@@ -55,9 +55,9 @@ class ClassificationConfig(Section):
     label: Column = "label"
     """Column of the label."""
     pooling: Pooling = "cls"
-    """Classify by the first token, for runs with data.pairs, or by the mean (init a run)."""
+    """Classify the first token's output, for runs with data.pairs, or the mean of all outputs."""
     mark_matches: Flag = False
-    """Give tokens of the second text that occur in the first the first's segment."""
+    """Assign the first text's segment id to tokens of the second that occur in the first."""
 
     @model_validator(mode="after")
     def _columns_differ(self) -> Self:
@@ -72,7 +72,7 @@ class ClassificationConfig(Section):
 
 
 FORMATS = ("float32", "bfloat16", "float16", "fp8")
-"""Policies of plain models, which train under scalify in these formats."""
+"""Policies that plain models support, by training under scalify."""
 
 
 def pretraining_of(init: str) -> BertConfig:
@@ -81,7 +81,7 @@ def pretraining_of(init: str) -> BertConfig:
 
 
 class FinetuneConfig(RunConfig):
-    """A whole run of fine-tuning."""
+    """Config of a fine-tuning run."""
 
     constants: ClassVar[dict[str, Any]] = {
         "data.format": None,
@@ -114,12 +114,12 @@ class FinetuneConfig(RunConfig):
 
     @property
     def plain(self) -> bool:
-        """True if `init` is a Hugging Face folder (a model in standard parametrization)."""
+        """True if `init` is a Hugging Face folder, that is, a plain model."""
         return (Path(self.init) / "config.json").is_file()
 
     @property
     def settled(self) -> Self:
-        """The config with `scalify` for a Hugging Face folder, and a run's own multipliers."""
+        """The config with scalify for a Hugging Face folder, or with a run's multipliers."""
         optimizer, precision = self.optimizer, self.precision
         if self.plain:
             changed = precision.monitor is not None or precision.scaled_state

@@ -1,7 +1,7 @@
-"""Files of the tasks, and the padded token records that a model is trained and scored on.
+"""Read the files of tasks, and make padded records of tokens for training and scoring.
 
-SQuAD's long contexts are read in overlapping windows, labelled at [CLS] where they do not hold the
-whole answer. Rows of classification are in TSV without quotation marks, or CSV.
+Long contexts of SQuAD are split into overlapping windows; windows without the whole answer have the
+label [CLS]. Classification reads CSV files, and TSV files without quoting.
 """
 
 import csv
@@ -21,12 +21,12 @@ from tokenizers import Encoding, Tokenizer
 from ..errors import RecipeError, clipped, read_text
 from .config import ClassificationConfig, DataConfig, SquadConfig
 
-_CHUNK = 1024  # texts that are tokenized at once
+_CHUNK = 1024  # texts to tokenize in one call
 
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """`ids`, `segments` and `mask` (0 on padding), (records, length), and labels (records,)."""
+    """Arrays `ids`, `segments`, `mask` (0 on padding) of (records, length); labels (records,)."""
 
     arrays: dict[str, np.ndarray]
 
@@ -44,7 +44,7 @@ class Records:
         return {name: array[index].astype(np.int32) for name, array in self.arrays.items()}
 
     def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
-        """Yield batches in order; the last one is filled up with the last record."""
+        """Yield batches in order; the last one is padded with copies of the last record."""
         for start in range(0, len(self), size):
             yield self[np.minimum(np.arange(start, start + size), len(self) - 1)]
 
@@ -53,7 +53,7 @@ Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, segments and mask of 
 
 
 def _tokens(encoding: Encoding, mark: bool) -> Tokens:
-    """Return a record; with `mark`, what a second text shares has the segment of the first."""
+    """Make a record; `mark` assigns the first text's segment id to shared tokens of the second."""
     ids = np.array(encoding.ids, np.int32)
     segments = np.array(encoding.type_ids, np.int8)
     if mark:  # Chen et al., 2017, Reading Wikipedia to Answer Open-Domain Questions: "exact match"
@@ -75,7 +75,7 @@ def _second_text(encoding: Encoding) -> slice:
 
 
 def _padding_copy(tokenizer: Tokenizer, length: int, least: int, *, pairs: bool) -> Tokenizer:
-    """Copy a tokenizer, with padding to `length` tokens, of which texts need `least`."""
+    """Copy a tokenizer, with padding to `length`, which must leave `least` tokens for texts."""
     special = tokenizer.num_special_tokens_to_add(pairs)
     if length < least + special:
         raise RecipeError(
@@ -99,20 +99,20 @@ _Text = Annotated[str, Field(pattern=r"\S")]
 
 
 class Answer(_Strict):
-    """A text and the position of its first character in the context."""
+    """An answer's text and the position of its first character in the context."""
 
     text: _Text
     answer_start: int
 
 
 class Question(_Strict):
-    """A question about a context, with the answers that are right, or none if it has none."""
+    """A question about a context, with its correct answers, if there are any."""
 
     id: str
     question: _Text
     answers: list[Answer]
     is_impossible: bool = False
-    context: str = ""  # from its paragraph
+    context: str = ""  # filled in from its paragraph
 
 
 class _Paragraph(_Strict):
@@ -138,23 +138,23 @@ def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
         place = ".".join(map(str, wrong["loc"])) or "the file"
         raise RecipeError(
             f"{where}: {place}: {wrong['msg']}; got {clipped(wrong['input'])}; correct the file, "
-            "which is of SQuAD's format"
+            "which must have SQuAD's format"
         ) from error
     questions: dict[str, Question] = {}
     for paragraph in (one for article in file.data for one in article.paragraphs):
         for asked in paragraph.qas:
             wrong = _complaint(asked, paragraph.context)
             if wrong or asked.id in questions:
-                wrong = wrong or "expected different ids; got it twice"
+                wrong = wrong or "expected unique ids; got this one twice"
                 raise RecipeError(f"{where}: question {asked.id!r}: {wrong}; correct the file")
             questions[asked.id] = asked.model_copy(update={"context": paragraph.context})
     if not questions:
-        raise RecipeError(f"{where}: expected questions; got none; give a file that has some")
+        raise RecipeError(f"{where}: expected questions; got none; give another file")
     return list(questions.values())
 
 
 def _complaint(asked: Question, context: str) -> str | None:
-    """Return what is wrong with a question of a context, if anything is."""
+    """Return what is wrong with a question, or None."""
     if asked.is_impossible == bool(asked.answers):
         return f"expected answers or is_impossible; got {len(asked.answers)}, {asked.is_impossible}"
     for text, start in ((answer.text, answer.answer_start) for answer in asked.answers):
@@ -164,15 +164,15 @@ def _complaint(asked: Question, context: str) -> str | None:
 
 
 class Window(NamedTuple):
-    """A record's part of a context: its first token, and (tokens, 2) offsets of characters."""
+    """The part of a context in a record."""
 
     question: int
-    first: int
-    offsets: np.ndarray
+    first: int  # position of its first token in the record
+    offsets: np.ndarray  # (tokens, 2): begin and end of each token, in characters
 
 
 class SquadFeatures(NamedTuple):
-    """Records with labels `start` and `end`, and the window of each record."""
+    """Questions, records with labels `start` and `end`, and the window of each record."""
 
     questions: Sequence[Question]
     records: Records
@@ -204,8 +204,8 @@ def make_squad_features(
 def _encode(
     questions: Sequence[Question], tokenizer: Tokenizer, length: int, most: int
 ) -> list[Encoding]:
-    """Return the first window of each question, which has the others."""
-    tokenizer.no_truncation()  # what it cuts off it does not always tell
+    """Encode the first window of each question; the others are its `overflowing`."""
+    tokenizer.no_truncation()  # cut questions below, as its truncation may lose text silently
     texts = [question.question.strip() for question in questions]
     sizes = []
     for i, asked in enumerate(tokenizer.encode_batch(texts, add_special_tokens=False)):
@@ -222,23 +222,23 @@ def _encode(
 
 
 def _label(window: Window, question: Question) -> tuple[int, int]:
-    """Return the first answer's first and last token; (0, 0) if they are not all there."""
+    """Return the first and last token of the first answer, or (0, 0) if it is not all there."""
     if not question.answers or not window.offsets.size:
         return 0, 0
     text, start = question.answers[0].text, question.answers[0].answer_start
-    start += len(text) - len(text.lstrip())  # without white space around it
+    start += len(text) - len(text.lstrip())  # skip white space around it
     stop = start + len(text.strip())
     begins, ends = window.offsets.T
     if start < begins[0] or stop > ends[-1]:
         return 0, 0
     first = int(np.searchsorted(ends, start, side="right"))
     last = int(np.searchsorted(begins, stop, side="left")) - 1
-    # The tokenizer may drop characters; an answer of such characters alone has no token.
+    # An answer has no token if the tokenizer drops all of its characters.
     return (window.first + first, window.first + last) if first <= last else (0, 0)
 
 
 def with_answers(records: Records, others: float, seed: int) -> Records:
-    """Keep records with their answer, and `others` random ones without for each of them."""
+    """Keep all records with an answer, and `others` times as many random ones without."""
     answered = records.arrays["start"] > 0
     held, without = np.flatnonzero(answered), np.flatnonzero(~answered)
     count = min(len(without), round(others * len(held)))
@@ -251,7 +251,7 @@ def with_answers(records: Records, others: float, seed: int) -> Records:
 
 
 class Row(NamedTuple):
-    """A text, an optional second one, the name of the label, and the line in the file."""
+    """A text, an optional second text, the label's name, and the line in the file."""
 
     text: str
     pair: str | None
@@ -260,7 +260,7 @@ class Row(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """Training and validation rows; `labels[i]` is the name of label i."""
+    """Training and validation rows, and the label names by id."""
 
     train: list[Row]
     validation: list[Row]
@@ -275,16 +275,16 @@ class Dataset(NamedTuple):
 def load_classification(
     data: DataConfig, columns: ClassificationConfig, known: Sequence[str] = ()
 ) -> Dataset:
-    """Read both files; labels are in the order of `known`, if they are the same, else sorted."""
+    """Read both files; labels are ordered as `known` if that has the same ones, else sorted."""
     train = list(_rows(data.train, "data.train", columns))
     validation = list(_rows(data.validation, "data.validation", columns))
     names = {row.label for row in train}
     if len(names) < 2 or not validation:
         raise RecipeError(
             f"data: expected rows of two labels or more in {data.train}, and rows in "
-            f"{data.validation}; got {clipped(names)} and {len(validation)} rows; give more"
+            f"{data.validation}; got {clipped(names)} and {len(validation)} rows; add rows"
         )
-    # "01" and "1" would be two labels of one number.
+    # Sort by number, but not if there are leading zeros: "01" and "1" are different labels.
     whole = all(re.fullmatch("0|-?[1-9][0-9]*", name) for name in names)
     labels = known if names == {*known} else sorted(names, key=int if whole else str)
     unknown = next((row for row in validation if row.label not in names), None)
@@ -297,7 +297,7 @@ def load_classification(
 
 
 def _rows(path: str, key: str, columns: ClassificationConfig) -> Iterator[Row]:
-    """Read the rows of a TSV or CSV file, each with its last line."""
+    """Read the rows of a TSV or CSV file; a row's line number is that of its last line."""
     kind, text = Path(path).suffix.lower(), read_text(Path(path), key)
     if kind not in (".tsv", ".csv"):
         raise RecipeError(f"{key}: expected a file that ends in .tsv or .csv; got {path}")
@@ -311,7 +311,7 @@ def _rows(path: str, key: str, columns: ClassificationConfig) -> Iterator[Row]:
                 if columns.header:
                     continue
             if len(row) != len(names):
-                raise csv.Error(f"expected {len(names)} fields, as the first line has")
+                raise csv.Error(f"expected {len(names)} fields, as in the first line")
             fields: dict[Any, str] = dict(zip(names, row, strict=True))
             first, second, label = (fields.get(column) for column in wanted)
             label = (label or "").strip()
@@ -328,7 +328,7 @@ def _rows(path: str, key: str, columns: ClassificationConfig) -> Iterator[Row]:
 def make_classification_records(
     dataset: Dataset, rows: Sequence[Row], tokenizer: Tokenizer, length: int, mark: bool = False
 ) -> Records:
-    """Tokenize rows; if texts are too long, the longer one of a pair is truncated first."""
+    """Tokenize rows; texts that are too long are truncated, the longer one of a pair first."""
     pairs = rows[0].pair is not None
     tokenizer = _padding_copy(tokenizer, length, 1 + pairs, pairs=pairs)
     tokenizer.enable_truncation(length, strategy="longest_first")

@@ -1,4 +1,4 @@
-"""Predictions from logits, their files, and their scores (SQuAD's are those of its scripts).
+"""Make predictions from logits, write them, and score them (as SQuAD's evaluation scripts do).
 
 References:
   Rajpurkar et al., SQuAD: 100,000+ Questions for Machine Comprehension of Text, section 6.1;
@@ -23,21 +23,21 @@ from .data import Question, Row, SquadFeatures, Window
 
 LONGEST = 30  # tokens of the longest answer
 Predictions = Mapping[str, tuple[str, float]]
-"""The best answer to a question, by its id, and how much higher no answer scores, at [CLS]."""
+"""By question id, the best answer, and the score of no answer minus that of the best answer."""
 
 
 def all_answered(questions: Sequence[Question]) -> bool:
-    """Return True if the rules of SQuAD v1.1 apply, False for those of v2.0."""
+    """Return True if every question has an answer (SQuAD v1.1), False otherwise (v2.0)."""
     return all(question.answers for question in questions)
 
 
 def predict_answers(features: SquadFeatures, logits: np.ndarray) -> Predictions:
-    """Find the best span of each question by finite logits (windows, length, 2) of both ends."""
+    """Find the best answer to each question; logits (windows, length, 2) are of start and end."""
     predictions = {}
     rows = zip(features.windows, np.asarray(logits, np.float64), strict=True)
     for number, group in groupby(rows, key=lambda row: row[0].question):
         question, windows = features.questions[number], list(group)
-        # No answer has the score of the window where it is least.
+        # The score of "no answer" is that of [CLS], in the window where it is lowest.
         null = min(float(scores[0].sum()) for _, scores in windows)
         spans = (_best_span(window, scores, question.context) for window, scores in windows)
         score, text = min((span for span in spans if span), default=(-null, ""))
@@ -46,7 +46,7 @@ def predict_answers(features: SquadFeatures, logits: np.ndarray) -> Predictions:
 
 
 def _best_span(window: Window, scores: np.ndarray, context: str) -> tuple[float, str] | None:
-    """Return the negative score and the text of the best span; None if no token has a text."""
+    """Return the negative score and the text of the best span; None if all spans are blank."""
     count = len(window.offsets)
     start, end = scores[window.first : window.first + count].T
     first = np.repeat(np.arange(count), LONGEST)
@@ -61,7 +61,7 @@ def _best_span(window: Window, scores: np.ndarray, context: str) -> tuple[float,
 
 
 def write_answers(folder: Path, questions: Sequence[Question], predictions: Predictions) -> None:
-    """Write `predictions.json` and, under v2.0, `null_odds.json`, for the published scripts."""
+    """Write `predictions.json` and, for v2.0, `null_odds.json`, as the published scripts read."""
     answered, odds = all_answered(questions), {name: odd for name, (_, odd) in predictions.items()}
     texts = {n: text if answered or odds[n] <= 0 else "" for n, (text, _) in predictions.items()}
     write_json(folder / "predictions.json", texts)
@@ -70,7 +70,7 @@ def write_answers(folder: Path, questions: Sequence[Question], predictions: Pred
 
 
 def normalize(text: str) -> str:
-    """Lower the case and remove ASCII punctuation, articles and repeated spaces, in this order."""
+    """Convert to lower case, then remove ASCII punctuation, articles and repeated spaces."""
     bare = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", bare).split())
 
@@ -81,14 +81,14 @@ def exact_match(prediction: str, answer: str) -> float:
 
 
 def f1(prediction: str, answer: str, *, empty: float = 0.0) -> float:
-    """Return the F1 of normalized words with repetitions; `empty` if neither text has words."""
+    """Return the F1 of the normalized words, counted with repetitions; `empty` if none has any."""
     predicted, wanted = (Counter(normalize(text).split()) for text in (prediction, answer))
     words = predicted.total() + wanted.total()
     return 2 * (predicted & wanted).total() / words if words else empty
 
 
 def score_answers(questions: Sequence[Question], predictions: Predictions) -> dict[str, float]:
-    """Score predictions in percent, by v1.1 where every question has an answer, else by v2.0."""
+    """Score predictions in percent, by the rules of v1.1 if every question has an answer."""
     found = [(question, *predictions[question.id]) for question in questions]
     if all_answered(questions):
         best = {
@@ -111,7 +111,7 @@ def score_answers(questions: Sequence[Question], predictions: Predictions) -> di
 
 
 def _nearest(metric: Callable[[str, str], float], question: Question, prediction: str) -> float:
-    """Return the best score over answers that have words, or over "" if none has."""
+    """Return the best score over the answers that have words, or against "" if none has."""
     texts = [answer.text for answer in question.answers if normalize(answer.text)]
     return max(metric(prediction, text) for text in texts or [""])
 
@@ -120,7 +120,7 @@ def _nearest(metric: Callable[[str, str], float], question: Question, prediction
 
 
 def score_labels(predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
-    """Score predicted label ids (rows,); `f1` is that of the second of two labels."""
+    """Score predicted label ids (rows,); `f1` is the F1 of label 1, if there are two labels."""
     mean: dict[str, Any] = {"average": "macro", "zero_division": 0}
     scores = {"accuracy": accuracy_score(labels, predicted)}
     if classes == 2:
@@ -134,7 +134,7 @@ def score_labels(predicted: np.ndarray, labels: np.ndarray, classes: int) -> dic
 def write_labels(
     folder: Path, rows: Sequence[Row], logits: np.ndarray, labels: Sequence[str]
 ) -> None:
-    """Write `predictions.json`, with line, label and probability, from logits (rows, labels)."""
+    """Write line, label and probability of each row to `predictions.json`."""
     best, shares = logits.argmax(axis=-1).tolist(), softmax(logits, axis=-1)
     tree = [
         {"line": row.line, "label": labels[label], "probability": float(share[label])}

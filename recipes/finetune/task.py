@@ -1,4 +1,4 @@
-"""The fine-tuning recipe: model, data and scores."""
+"""The recipe finetune: model, data and scores."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from .config import FinetuneConfig, pretraining_of
 
 
 class TaskModel(nnx.Module):
-    """An encoder with a head for `classes` labels, or for the ends of an answer (None)."""
+    """An encoder with a head for `classes` labels, or (None) for start and end of an answer."""
 
     def __init__(
         self, config: BertModelConfig, classes: int | None, pooling: Pooling, **options: Any
@@ -48,7 +48,7 @@ class TaskModel(nnx.Module):
         return self.readout(x)
 
     def loss(self, ids, segments, mask, *labels, deterministic: bool = True) -> jax.Array:
-        """Return the mean cross entropy of a label (batch,), or of start and end positions."""
+        """Return the mean cross entropy of labels (batch,), or of start and end positions."""
         logits = self(ids, segments, mask, deterministic=deterministic)
         if self.pooler is not None:
             return mean_loss(logits, *labels)
@@ -71,7 +71,7 @@ def build(config: FinetuneConfig) -> TaskModel | Bert:
 
 
 def _read_plain(config: FinetuneConfig) -> Pretrained:
-    """Load the Hugging Face folder of a config, with a new head if it has none for the task."""
+    """Load the Hugging Face folder of a config, with a new head if it lacks one for the task."""
     return load(
         config.init,
         "question_answering" if config.task == "squad" else "classification",
@@ -92,7 +92,7 @@ def _classes(config: FinetuneConfig) -> int | None:
 
 
 def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Return the shapes of the loss's inputs: ids, segments, mask, and the labels of the task."""
+    """Return the shapes of the loss's inputs: ids, segments, mask, and labels of the task."""
     size, length = config.data.batch_size, config.data.sequence_length
     tokens = jax.ShapeDtypeStruct((size, length), jnp.int32)
     labels = jax.ShapeDtypeStruct((size,), jnp.int32)
@@ -101,7 +101,7 @@ def abstract_batch(config: FinetuneConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 @dataclass(frozen=True)
 class TaskData(Data):
-    """Training and validation records, and what they were made of."""
+    """Training and validation records, and the questions or rows that they were made from."""
 
     train: files.Records
     scored: files.Records
@@ -164,7 +164,7 @@ def load_data(config: FinetuneConfig) -> TaskData:
 
 
 def _tokenizer(folder: str, vocab: int) -> Tokenizer:
-    """Read the pretrained model's tokenizer, by default with [CLS] text [SEP] pair [SEP]."""
+    """Read the tokenizer in a folder; its template defaults to [CLS] text [SEP] pair [SEP]."""
     tokenizer = SubwordTokenizer.read(Path(folder) / TOKENIZER_FILE, key="init")
     require_vocab(tokenizer, vocab, folder)
     if tokenizer.inner.post_processor is None:
@@ -177,7 +177,7 @@ def _tokenizer(folder: str, vocab: int) -> Tokenizer:
 
 
 def closing(config: FinetuneConfig, data: TaskData, model: Any, folder: Path) -> Iterator[str]:
-    """Say where the predictions are, and write a tuned Hugging Face model to a folder."""
+    """Report where predictions and scores are, and write a tuned Hugging Face model."""
     yield f"predictions are in {folder / 'predictions.json'}, scores in {folder / SCORES}"
     if isinstance(model, Bert):
         labels = data.source.labels if isinstance(data.source, files.Dataset) else None
@@ -187,10 +187,10 @@ def closing(config: FinetuneConfig, data: TaskData, model: Any, folder: Path) ->
 
 
 def scores(config: FinetuneConfig, data: TaskData, model: Any, folder: Path) -> dict[str, float]:
-    """Return scores by name, SQuAD's in percent; leaves `predictions.json` in the folder."""
+    """Return scores by name, SQuAD's in percent; write `predictions.json` to the folder."""
     batches = data.scored.batches(min(data.batch_size, len(data.scored)))
     inputs = (tuple(batch.values())[:3] for batch in batches)  # without labels
-    # In float64 sums of float32 numbers keep their order.
+    # Float64, so that sums of logits are not rounded, which could change their order.
     logits = np.asarray(predict(model, inputs, config.precision)[: len(data.scored)], np.float64)
     if not np.isfinite(logits).all():
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Config of a GPT."""
+"""The config of recipe gpt."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -10,10 +10,9 @@ from ..run.folder import earlier_run, is_run
 
 
 class GPTConfig(LanguageConfig):
-    """A whole run of a GPT."""
+    """Config of a GPT's run."""
 
     moved: ClassVar[dict[str, str]] = {"model.norm_eps": "model.decoder.norm_eps"}
-    renamed: ClassVar[dict[str, str]] = {"model.norm_eps": "init, whose folder has it"}
     loss_unit = "token"
 
     recipe: Literal["gpt"] = "gpt"
@@ -21,9 +20,9 @@ class GPTConfig(LanguageConfig):
     model: GPTModelConfig = GPTModelConfig()
     """The shape of the model."""
     init: str | None = None
-    """Run of this recipe, or Hugging Face folder, to start from; null for none."""
+    """Folder of a run of this recipe, or Hugging Face folder, to start from; null for none."""
     lora: LoraConfig | None = None
-    """Low-rank updates to train in place of the weights of init; null for none."""
+    """Low-rank updates to train instead of the weights in init; null to train the weights."""
 
     @classmethod
     def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:

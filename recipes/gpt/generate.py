@@ -1,4 +1,4 @@
-"""Text from a trained model: the prompt in one pass, then a token at a time through the cache."""
+"""Generate text: one pass over the prompt, then one token at a time with the KV cache."""
 
 import functools
 import itertools
@@ -30,12 +30,12 @@ def _step(graphdef, state, logits, cache, key, temperature, top_k):
 
 
 def _last(logits) -> jax.Array:
-    """float32 logits (batch, vocab) of the last token, from an array or a ScaledArray."""
+    """Return the float32 logits (batch, vocab) of the last token."""
     return jnp.asarray(logits)[:, -1].astype(jnp.float32)
 
 
 def draw(logits: jax.Array, key: jax.Array, temperature: Any, top_k: int | None) -> jax.Array:
-    """Tokens (batch,) int32 of logits (batch, vocab)."""
+    """Sample int32 tokens (batch,) from logits (batch, vocab)."""
     tokens = jnp.broadcast_to(jnp.arange(logits.shape[-1]), logits.shape)
     if top_k is not None:
         logits, tokens = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))
@@ -45,52 +45,41 @@ def draw(logits: jax.Array, key: jax.Array, temperature: Any, top_k: int | None)
 
 
 class Writer(NamedTuple):
-    """A model with what it needs to continue a text.
-
-    `context` is the longest sequence that the model has seen, `start` are ids before every prompt,
-    unless it starts with them itself, and `ends` those that end the text where one is drawn. Of a
-    prompt only the part after the last `document_end` is read.
-    """
+    """A model that continues text, with its tokenizer."""
 
     model: nnx.Module
     tokenizer: Tokenizer
-    context: int
-    start: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
-    document_end: int | None = None
+    context: int  # length of the longest sequence
+    start: tuple[int, ...] = ()  # ids to put before prompts
+    ends: tuple[int, ...] = ()  # ids after which to stop
+    document_end: int | None = None  # the model reads only what follows the last one in a prompt
 
     @classmethod
     def of_run(cls, model: Any, tokenizer: Tokenizer, context: int) -> Self:
-        """For a model that was trained on windows of `context` tokens."""
+        """Make a writer for a model that was trained on windows of `context` tokens."""
         end = model.config.document_end
         return cls(model, tokenizer, context, ends=() if end is None else (end,), document_end=end)
 
     def __call__(self, prompt: str, *, echo: bool = True, **options: Any) -> str:
-        """Continues a text, past the context that the model was trained on if need be.
-
-        When the context is full, its second half becomes the prompt of the next stretch. The
-        options are `tokens`, how many to add, fewer where one of `ends` is drawn; `seed`, which
-        decides the draws; `temperature`, which divides the logits (0 takes the most likely token);
-        and `top_k`, to draw from the k most likely tokens only.
-        """
+        """Continue a text; options: `tokens`, `seed`, `temperature` (0: no sampling), `top_k`."""
         ids = self._encoded(prompt)
         return self.tokenizer.decode([*ids[: ids.size if echo else 0], *self._new(ids, **options)])
 
     def stream(self, prompt: str, *, echo: bool = True, **options: Any) -> Iterator[str]:
-        """The same text in pieces, each as soon as its characters are known."""
+        """Yield the same text in pieces, each as soon as its characters are complete."""
         ids = self._encoded(prompt)
         shown, said, text = [*ids] if echo else [], "", ""
         for new in itertools.chain([[]], ([token] for token in self._new(ids, **options))):
             shown += new
             text = self.tokenizer.decode(shown)
-            # The bytes of a character wait for the last of them.
+            # Wait for the last byte of a character.
             if text.startswith(said) and not text.endswith("\ufffd"):
                 yield text[len(said) :]
                 said = text
         yield text[len(said) :]
 
     def _encoded(self, prompt: str) -> np.ndarray:
-        """The ids of a prompt, int32, with those that come first."""
+        """Encode a prompt as int32 ids, with `start` in front."""
         ids = self.tokenizer.encode(prompt).astype(np.int32)
         if tuple(ids[: len(self.start)]) != self.start:
             ids = np.concatenate([np.asarray(self.start, np.int32), ids])
@@ -101,7 +90,7 @@ class Writer(NamedTuple):
     def _new(
         self, ids: np.ndarray, *, tokens: int, seed: int, temperature=1.0, top_k=None
     ) -> Iterator[int]:
-        """New ids as they come, up to the number of tokens or to one of `ends`."""
+        """Yield `tokens` new ids, or fewer if one of `ends` is sampled."""
         graphdef, state = nnx.split(self.model)
         context = max(2, min(self.context, ids.size + tokens))
         key, most = jax.random.key(seed), context - 1
@@ -109,7 +98,8 @@ class Writer(NamedTuple):
             key, draws = jax.random.split(key)
             ends = np.flatnonzero(ids == self.document_end)
             start = ends[-1] + 1 if ends.size else 0
-            visible = ids[min(start, ids.size - 1) :][-most:]  # an end that nothing follows is read
+            visible = ids[min(start, ids.size - 1) :][-most:]  # the end itself if nothing follows
+            # When the context is full, continue with its second half as the prompt.
             room, most = context - visible.size, max(1, context // 2)
             logits, cache = _read(graphdef, state, visible[None], room)
             for one in jax.random.split(draws, room):

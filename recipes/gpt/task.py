@@ -1,6 +1,6 @@
-"""The GPT in `unitscale.nn`, and what `recipes.train` asks of the recipe.
+"""The recipe gpt: a GPT in `unitscale.nn`, a plain one, or a decoder from a Hugging Face folder.
 
-Plain models and Hugging Face folders are imported where a config asks for them.
+Imports for plain models and Hugging Face folders are deferred until a config needs them.
 """
 # ruff: noqa: PLC0415
 
@@ -24,19 +24,20 @@ from ..text import Corpus, abstract_batch as abstract_batch, load_corpus
 from .config import GPTConfig
 
 Cache = tuple[nn.KVCache, ...]
-TEMPERATURE = 0.7  # of a sample: mostly words, where 1 shows all that a short training left open
+TEMPERATURE = 0.7  # of samples: after a short training, 1 would give few whole words
 scores = no_scores
 
 
 class GPT(nnx.Module):
-    """A decoder-only language model: pre-norm, unit scaled, in any format of a policy."""
+    """A unit-scaled, pre-norm, decoder-only language model, in the formats of a policy."""
 
     def __init__(self, config: GPTModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
         assert config.context is not None, "a recipe fills in the longest sequence"
         width, options = config.width, {"policy": policy, "rngs": rngs}
-        padding, learned = config.vocab_multiple, config.positions == "learned"
+        padded = {"pad_to_multiple_of": config.vocab_multiple, **options}
+        learned = config.positions == "learned"
         self.config = config
-        self.embed = nn.Embed(config.vocab, width, pad_to_multiple_of=padding, **options)
+        self.embed = nn.Embed(config.vocab, width, **padded)
         self.positions = nn.PositionalEmbed(config.context, width, **options) if learned else None
         self.dropout = nn.Dropout(config.dropout, rngs=rngs)
         self.stack = nn.TransformerStack(
@@ -53,13 +54,10 @@ class GPT(nnx.Module):
             **options,
         )
         self.norm = (nn.RMSNorm if config.norm == "rms" else nn.LayerNorm)(width, policy=policy)
-        readout = None
-        if not config.tied_readout:
-            readout = nn.Readout(width, config.vocab, pad_to_multiple_of=padding, **options)
-        self.readout = readout
+        self.readout = None if config.tied_readout else nn.Readout(width, config.vocab, **padded)
 
     def __call__(self, ids: jax.Array, *, deterministic: bool = True, cache: Cache | None = None):
-        """Logits (batch, time, vocab) of the next token, a ScaledArray; with `cache` a new one."""
+        """Return logits (batch, time, vocab), a ScaledArray; with `cache`, also a new one."""
         x, cache = self._states(self.embed(ids), ids, deterministic=deterministic, cache=cache)
         logits = self.embed.attend(x) if self.readout is None else self.readout(x)
         return logits if cache is None else (logits, cache)
@@ -67,18 +65,15 @@ class GPT(nnx.Module):
     def _states(
         self, x: Any, ids: jax.Array, *, deterministic: bool, cache: Cache | None = None
     ) -> tuple[Any, Cache | None]:
-        """Compute the readout's inputs (batch, time, width) of embedded ids, and the new cache.
-
-        A cache holds one document: `document_end` in `ids` separates none there.
-        """
+        """Compute the readout's inputs (batch, time, width) from embeddings, and the new cache."""
         if self.positions is not None:
             start = 0 if cache is None else cache[0].length
             x = self.positions(x, start + jnp.arange(ids.shape[1]))
         x = self.dropout(x, deterministic=deterministic)
-        if cache is None:
+        if cache is None:  # else all ids are in one document
             mask, end = None, self.config.document_end
             if end is not None:
-                # Pairs of ids in one document, the id that ends it included.
+                # True for pairs of ids in the same document, including the id that ends it.
                 ends = (ids == end).astype(jnp.int32)
                 document = jnp.cumsum(ends, axis=1) - ends
                 mask = (document[:, :, None] == document[:, None, :])[:, None]
@@ -88,20 +83,19 @@ class GPT(nnx.Module):
         return self.norm(x), cache
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `length` tokens of each of `batch` sequences."""
+        """Make an empty cache for `length` tokens of each of `batch` sequences."""
         return self.stack.init_cache(batch, length)
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
-        x, readout = (
-            self.embed.tied(ids) if self.readout is None else (self.embed(ids), self.readout)
-        )
+        """Return the mean cross entropy of targets (batch, time), float32, in nats per token."""
+        readout = self.readout
+        x, readout = self.embed.tied(ids) if readout is None else (self.embed(ids), readout)
         x, _ = self._states(x, ids, deterministic=deterministic)
         return readout.cross_entropy(x, targets)
 
 
 def build(config: GPTConfig) -> Any:
-    """The GPT that a config describes, with the weights of `config.init` or drawn ones."""
+    """Build the GPT that a config describes, with the weights in `config.init` or random ones."""
     shape = config.model.model_copy(update={"context": config.context})
     if shape.library == "plain":
         gpt = _plain(config, shape)
@@ -113,7 +107,7 @@ def build(config: GPTConfig) -> Any:
 
 
 def _plain(config: GPTConfig, shape: GPTModelConfig) -> Any:
-    """The plain GPT of `config.pretrained` or a drawn one, with its FP8 matmuls and LoRA."""
+    """Load or draw a plain GPT, and add the FP8 matmuls and LoRA updates of the config."""
     from ..hf import adapt, load, plain, start_from
 
     precision = config.precision
@@ -143,10 +137,10 @@ def _plain(config: GPTConfig, shape: GPTModelConfig) -> Any:
 
 
 def _through_qwix(gpt: Any, length: int) -> Any:
-    """The matmuls that `convert` takes, by qwix: E4M3, cotangents E5M2, scales by channel."""
+    """Use qwix for the matmuls that `convert` would convert: E4M3, with E5M2 cotangents."""
     qwix: Any = importlib.import_module("qwix")  # optional
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-    # The path of a layer with a weight: attention's own matmuls are left alone.
+    # Paths of layers with weights: the matmuls of attention scores are not quantized.
     rule = qwix.QtRule(
         module_path=r"layers/\d+/\w+/\w+", weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2
     )
@@ -154,18 +148,16 @@ def _through_qwix(gpt: Any, length: int) -> Any:
 
 
 def load_data(config: GPTConfig) -> Corpus:
-    """The text of the config, in windows."""
+    """Read the text of a config, and check `model.document_end`."""
     corpus, end = load_corpus(config.data, config.model.vocab), config.model.document_end
     if end not in (None, corpus.tokenizer.eos):
-        raise RecipeError(
-            f"model.document_end: expected the id with which the tokenizer ends a document, "
-            f"{corpus.tokenizer.eos}; got {end}; set it to that id, or null where there is none"
-        )
+        wanted = f"expected the tokenizer's end of documents, {corpus.tokenizer.eos}; got {end}"
+        raise RecipeError(f"model.document_end: {wanted}; correct it")
     return corpus
 
 
 def closing(config: GPTConfig, data: Corpus, model: Any, folder: Path) -> Iterator[str]:
-    """A sample of the model's own text; of a Hugging Face folder, the tuned one or its adapter."""
+    """Yield a sample of generated text, and write a tuned Hugging Face folder or adapter."""
     settings, pretrained = config.train, config.pretrained
     if settings.sample_tokens:
         from .generate import Writer
@@ -179,7 +171,7 @@ def closing(config: GPTConfig, data: Corpus, model: Any, folder: Path) -> Iterat
 
     if config.lora is not None:
         save_adapter(model, config.lora, folder / "adapter", pretrained)
-        yield f"the adapter, in files as PEFT has them, is in {folder / 'adapter'}"
+        yield f"the adapter, in PEFT's format, is in {folder / 'adapter'}"
     else:
         save(load(pretrained, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))
         yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"

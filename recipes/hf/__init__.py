@@ -1,10 +1,10 @@
-"""Import local Hugging Face folders as plain Flax models, and write them back.
+"""Load local Hugging Face folders as plain Flax models, and write them back.
 
 Decoders: GPT-2, Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 2 and 3 (text). Encoders: BERT, RoBERTa
 and ModernBERT.
 
-`load` reads a folder, and `save` writes the files again. `adapt` freezes a decoder but for low-rank
-updates (LoRA), which `save_adapter` writes.
+`load` reads a folder and `save` writes one. `adapt` freezes a decoder's weights and adds low-rank
+updates (LoRA); `save_adapter` writes these.
 """
 
 from ._bert import Bert as Bert

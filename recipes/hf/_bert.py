@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and ModernBERT in plain `flax.nnx`, as published, with a head for each task.
+"""BERT, RoBERTa and ModernBERT in plain `flax.nnx`, with a head for each task.
 
 References:
   Devlin et al., 2018, BERT. Liu et al., 2019, RoBERTa. Warner et al., 2024, Smarter, Better,
@@ -18,7 +18,7 @@ from .plain import ACTIVATIONS, Attention, Layer, Parts
 
 
 class PostNormLayer(nnx.Module):
-    """A post-norm Transformer layer, called as the pre-norm layer of the GPT."""
+    """A post-norm Transformer layer, with the call signature of the GPT's `Layer`."""
 
     def __init__(self, parts: Parts, index: int):
         config = parts.config
@@ -41,7 +41,7 @@ class _Same(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Ids (batch, time) to states (batch, time, width)."""
+    """Maps ids (batch, time) to outputs (batch, time, width)."""
 
     def __init__(self, parts: Parts):
         config = self.config = parts.config
@@ -61,7 +61,7 @@ class Encoder(nnx.Module):
         x = self.embed(ids)
         if self.positions is not None and self.segments is not None:
             positions = places
-            if padding is not None:  # RoBERTa counts from the padding's id on, which padding has
+            if padding is not None:  # RoBERTa: padding is at this position, tokens follow it
                 real = (ids != padding).astype(jnp.int32)
                 positions = jnp.cumsum(real, axis=1) * real + padding
             x = x + self.segments(jnp.zeros_like(ids) if segments is None else segments)
@@ -77,7 +77,7 @@ class Encoder(nnx.Module):
 
 
 class Head(nnx.Module):
-    """norm(act(x W)), the hidden layer of a head."""
+    """The hidden layer of a head, norm(act(x W))."""
 
     def __init__(self, parts: Parts):
         config = parts.config
@@ -93,8 +93,8 @@ class Bert(nnx.Module):
     """An encoder with the head of a task.
 
     Takes `ids`, int32 (batch, time), and optionally `segments` (0 by default) and `mask` (0 or
-    False where there is padding). Logits are (batch, time, vocab) for masked_lm, (batch, time, 2)
-    of an answer's first and last token, or (batch, classes) from the first token or the mean.
+    False on padding). Returns logits: (batch, time, vocab) for masked_lm, (batch, time, 2) of start
+    and end for question_answering, or (batch, classes) for classification.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Bert(nnx.Module):
         return logits if self.bias is None else logits + self.bias[...]
 
     def loss(self, ids, segments, mask, *labels, deterministic=True) -> jax.Array:
-        """Return the mean cross entropy in nats over labels that are not negative."""
+        """Return the mean cross entropy in nats; negative labels do not count."""
         logits = self(ids, segments, mask, deterministic=deterministic).astype(jnp.float32)
         wanted = labels[0]
         if len(labels) > 1:

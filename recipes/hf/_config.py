@@ -1,7 +1,7 @@
-"""Supported models and tasks, and the shape of a model from its config.json.
+"""Supported models and tasks, and reading a model's shape from config.json.
 
-Sizes must be in the file; other keys default to those of `transformers`. An unknown key is refused,
-as it may change what the model computes.
+Sizes must be in the file; other keys have the defaults of `transformers`. Unknown keys are errors,
+because they may change what the model computes.
 """
 
 import math
@@ -49,13 +49,13 @@ ARCHITECTURES: dict[str, dict[Task | None, tuple[str, ...]]] = {
     "roberta": _encoder("Roberta"),
     "modernbert": _encoder("ModernBert"),
 }
-"""Architectures of each model type by task (None: no head); the first one is written."""
+"""Architecture names by model type and task (None: no head); `save` writes the first one."""
 
 DECODERS = tuple(kind for kind, tasks in ARCHITECTURES.items() if "lm" in tasks)
 ENCODERS = tuple(kind for kind in ARCHITECTURES if kind not in DECODERS)
 
-# Keys that change nothing here: file names, ids, generation, dropout and other training, how a
-# model is run, heads that are not read, and second names.
+# Keys that do not change what these models compute: file names, ids, generation, dropout and other
+# training settings, execution, heads that are not loaded, and aliases.
 INERT = re.compile(
     r"_.*|.*transformers.*|.*_token_id|.*dropout.*|.*_pdrop|.*penalty|.*attn_impl.*|"
     r"(bos|eos|forced|keys|num_beam|num_return|output|pooler|return_dict|summary|unsloth)_.*|"
@@ -74,26 +74,26 @@ INERT = re.compile(
 def model_type(
     config: Mapping[str, Any], path: Path, kinds: Collection[str] = tuple(ARCHITECTURES)
 ) -> str:
-    """Return the model type of a config.json; refuse other types, and code for the model."""
+    """Return the model type of a config.json; refuse unsupported types and custom model code."""
     kind: Any = config.get("model_type")
     if kind not in kinds:
         raise RecipeError(
             f"{path / CONFIG}: expected model_type {', '.join(kinds)}; got {kind!r}; give the "
             "folder of a supported model"
         )
-    # Such code may compute something else under the name of a standard class (MosaicBERT is a
-    # "BertForMaskedLM" with ALiBi). A tokenizer's code is not needed, as tokenizer.json is read.
+    # Custom code may compute something else under a standard name: MosaicBERT is "BertForMaskedLM"
+    # with ALiBi. Custom tokenizers are fine, because tokenizer.json is read instead.
     if {**(config.get("auto_map") or {})}.keys() - {"AutoTokenizer"}:
         raise RecipeError(
-            f"{path / CONFIG}: auto_map: expected no code for the model; got "
-            f"{clipped(config['auto_map'])}, which is not run and may compute something else; if "
-            "it does not, remove auto_map"
+            f"{path / CONFIG}: auto_map: expected no custom code for the model; got "
+            f"{clipped(config['auto_map'])}, which is not run; remove auto_map if the standard "
+            "architecture computes the same"
         )
     return kind
 
 
 def task_of(config: Mapping[str, Any], wanted: Task | None, path: Path) -> Task:
-    """Return the requested task, or else that of the architecture in config.json."""
+    """Return the requested task, by default the one of the architecture in config.json."""
     kind = model_type(config, path)
     names: Any = {name: task for task, own in ARCHITECTURES[kind].items() for name in own}
     tasks: list[Any] = [task for task in ARCHITECTURES[kind] if task is not None]
@@ -115,9 +115,9 @@ def validated(
     inert: re.Pattern[str] | None = None,
     file: str = CONFIG,
 ) -> Any:
-    """Validate a JSON file in the folder `path` against a pydantic schema.
+    """Validate the contents of a JSON file in the folder `path` with a pydantic schema.
 
-    With `inert`, a key that neither it nor the schema knows is refused if it is not null or false.
+    If `inert` is given, refuse keys that neither it nor the schema has, unless null or false.
     """
     if inert is not None:
         own = {field.alias or name for name, field in schema.model_fields.items()}
@@ -125,7 +125,7 @@ def validated(
             if value and name not in own and not inert.fullmatch(name):
                 raise RecipeError(
                     f"{path / file}: {name}: expected no unknown key; got {clipped(value)}, which "
-                    "may change what the model computes; if it does not, remove it"
+                    "may change what the model computes; remove it if it does not"
                 )
     try:
         return schema(**values)
@@ -163,7 +163,7 @@ _NEEDED["llama3"] = {"factor", "low_freq_factor", "high_freq_factor"}
 
 
 def _rope(values: Mapping[str, Any], base: float, context: int, path: Path) -> RopeConfig:
-    """Read `rope_parameters`, or the older `rope_scaling`; `base` and `context` are defaults."""
+    """Read `rope_parameters` or the older `rope_scaling`; `base` and `context` are defaults."""
     given = {name: value for name, value in values.items() if value is not None}
     shape: Any = {"base": base} | {_ROPE_KEYS.get(name, name): x for name, x in given.items()}
     kind = shape.get("scaling", "default")
@@ -178,7 +178,7 @@ def _rope(values: Mapping[str, Any], base: float, context: int, path: Path) -> R
         shape.setdefault("context", context)
     if kind != "yarn":
         shape.pop("attention_factor", None)
-    elif shape["factor"] > 1:  # Peng et al., 2023, YaRN, section 3.4: of queries and keys
+    elif shape["factor"] > 1:  # Peng et al., 2023, YaRN, section 3.4
         shape.setdefault("attention_factor", 0.1 * math.log(shape["factor"]) + 1)
     return validated(RopeConfig, shape, path)
 
@@ -186,7 +186,7 @@ def _rope(values: Mapping[str, Any], base: float, context: int, path: Path) -> R
 def _ropes(
     given: Mapping[str, Any], whole: float, local: float, context: int, path: Path
 ) -> dict[str, RopeConfig]:
-    """Read rotary positions of global and local layers; `whole` and `local` are default bases."""
+    """Read the RoPE of global and local layers, with the default bases `whole` and `local`."""
     kinds = {"full_attention": ("rope", whole), "sliding_attention": ("local_rope", local)}
     if extra := given.keys() - kinds.keys():
         raise RecipeError(
@@ -201,7 +201,7 @@ def _ropes(
 def _local_layers(
     types: Sequence[LayerType] | None, usual: Sequence[bool], path: Path
 ) -> tuple[int, ...]:
-    """Return the indices of local layers, by `layer_types` or else by the model's usual pattern."""
+    """Return the indices of local layers, from `layer_types` or the model's `usual` pattern."""
     if types is not None and len(types) != len(usual):
         raise RecipeError(
             f"{path / CONFIG}: expected layer_types of {len(usual)} layers; got {len(types)}; "
@@ -211,7 +211,7 @@ def _local_layers(
     return tuple(index for index, is_local in enumerate(local) if is_local)
 
 
-# Files: fields have the names of our configs, and their aliases are the keys
+# Schemas of config.json: fields are named as in our configs, with the file's keys as aliases
 
 
 class _Sizes(BaseModel):
@@ -225,7 +225,7 @@ class _Sizes(BaseModel):
 
 
 def _shape(schema: Any, file: Any, path: Path, variant: Any, **own: Any) -> Any:
-    """Build the config of a model from a file; `variant`, of its decoder, and `own` go first."""
+    """Build a model's config from a file; `variant` (of its decoder) and `own` override it."""
     variant = file.model_dump(include=set(DecoderConfig.model_fields)) | variant
     shape = {
         "library": "plain",
@@ -237,7 +237,7 @@ def _shape(schema: Any, file: Any, path: Path, variant: Any, **own: Any) -> Any:
 
 
 def _biases(file: Any) -> tuple[str, ...]:
-    """Return the linear layers with a bias in a model with gated MLPs."""
+    """Return the linear layers that have a bias."""
     attention, mlp = (getattr(file, f"{part}_bias", False) for part in ("attention", "mlp"))
     return ("qkv", "out") * attention + ("mlp",) * mlp
 
@@ -258,7 +258,7 @@ class _Gpt2(_Sizes):
 class _Decoder(_Sizes):
     kv_heads: Count | None = Field(None, alias="num_key_value_heads")
     head_dim: Count | None = None
-    context: Count = Field(2048, alias="max_position_embeddings")  # the first Llamas lack it
+    context: Count = Field(2048, alias="max_position_embeddings")  # missing in the first Llamas
     norm_eps: Positive = Field(1e-6, alias="rms_norm_eps")
     tied_readout: Flag = Field(False, alias="tie_word_embeddings")
     activation: Activation = Field("silu", alias="hidden_act")
@@ -290,7 +290,7 @@ class _Qwen3(_Qwen2):
 class _Gemma2(_Mistral):
     tied_readout: Flag = Field(True, alias="tie_word_embeddings")
     activation: Activation = Field("gelu_tanh", alias="hidden_activation")
-    hidden_act: Any = None  # left over: hidden_activation counts
+    hidden_act: Any = None  # ignored in favor of hidden_activation
     layer_types: list[LayerType] | None = None
     attention_bias: Flag = False
     query_pre_attn_scalar: Positive = 256
@@ -318,7 +318,7 @@ _FAMILY: dict[str, type[_Decoder]] = {
 
 
 def _usual_window(kind: str, file: Any, index: int) -> bool:
-    """Return True if a layer is local, where there are no `layer_types`."""
+    """Return True if a layer is local by default, without `layer_types`."""
     if kind.startswith("qwen"):
         return file.use_sliding_window and bool(file.window) and index >= file.max_window_layers
     if kind == "gemma3_text":
@@ -361,18 +361,18 @@ def _gpt2(config: Mapping[str, Any], path: Path) -> GPTModelConfig:
 
 
 class EncoderConfig(GPTModelConfig):
-    """The shape of a BERT, RoBERTa or ModernBERT (with `decoder`'s layers), and of its heads."""
+    """The shape of a BERT, RoBERTa or ModernBERT, and of its heads."""
 
     modern: Flag = False
     segments: Count = 2
-    padding: Whole | None = None  # the id from which RoBERTa counts positions
+    padding: Whole | None = None  # RoBERTa's positions start at this id + 1
     norm_bias: Flag = True
     head_bias: Flag = True
     readout_bias: Flag = True
     head_activation: Activation = "gelu"
     pooling: Literal["cls", "mean"] = "cls"
     classes: Count = 2
-    labels: tuple[str, ...] = ()  # names of the classes, where the folder has them
+    labels: tuple[str, ...] = ()  # names of the classes, if the folder has them
 
     @property
     def longest(self) -> int:
@@ -410,11 +410,11 @@ class _ModernBert(_Sizes):
     rope_scaling: None = None
     global_rope_theta: Positive = 160000.0
     local_rope_theta: Positive = 10000.0
-    position_embedding_type: Literal["absolute", "sans_pos"] = "absolute"  # left over: rotary
+    position_embedding_type: Literal["absolute", "sans_pos"] = "absolute"  # ignored: it has RoPE
 
 
 def _classes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of classes and their labels in the order of ids, as far as stated."""
+    """Return the number of classes and their labels by id, if the file has them."""
     names = config.get("id2label") or {}
     ids = [str(index) for index in range(len(names))]
     labels = tuple(str(names[index]) for index in ids) if names.keys() == {*ids} else ()
@@ -448,18 +448,18 @@ def _modernbert(config: Mapping[str, Any], path: Path) -> EncoderConfig:
 
 
 def shape_in(config: Mapping[str, Any], path: Path) -> Any:
-    """Read the shape from a config.json of a supported model type; `path` is for messages."""
+    """Read the shape from the contents of a config.json; messages name `path`."""
     readers: Any = {"gpt2": _gpt2, "bert": _bert, "roberta": _bert, "modernbert": _modernbert}
     return readers.get(config["model_type"], _family)(config, path)
 
 
 def shape_of_decoder(folder: str) -> GPTModelConfig:
-    """Read the shape of the decoder in a folder; only config.json is opened."""
+    """Read the shape of the decoder in a folder, from config.json alone."""
     return _shape_of(Path(folder), DECODERS)
 
 
 def shape_of_bert(folder: str) -> EncoderConfig:
-    """Read the shape of the encoder in a folder; only config.json is opened."""
+    """Read the shape of the encoder in a folder, from config.json alone."""
     return _shape_of(Path(folder), ENCODERS)
 
 

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder: config.json, tokenizer, chat template and safetensors."""
+"""Files of a Hugging Face folder: config.json, tokenizer, chat template and safetensors."""
 
 import importlib
 import json
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp  # which registers bfloat16 with NumPy
+import jax.numpy as jnp  # registers bfloat16 with NumPy
 import numpy as np
 from safetensors import SafetensorError, numpy as safetensors, safe_open
 
@@ -16,7 +16,7 @@ from ..errors import RecipeError, read_text, refused
 
 CONFIG, GENERATION, TOKENS = "config.json", "generation_config.json", "tokenizer_config.json"
 SINGLE, INDEX, TEMPLATE = "model.safetensors", "model.safetensors.index.json", "chat_template.jinja"
-# Small files that belong to a model and are written back unchanged.
+# Small files of a model that `save` copies.
 _TEXTS = (
     *(CONFIG, "tokenizer.json", INDEX, GENERATION, TOKENS, "special_tokens_map.json", TEMPLATE),
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
@@ -26,7 +26,7 @@ FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat1
 
 @dataclass(frozen=True)
 class Folder:
-    """The contents of a folder, as needed to write it again."""
+    """The contents of a folder, to write it again."""
 
     path: Path
     config: dict[str, Any]
@@ -37,11 +37,11 @@ class Folder:
 
 
 def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model") -> dict[str, Any]:
-    """Read config.json of a folder, or another JSON file that the folder must have."""
+    """Read a folder's config.json, or another JSON file that it must have."""
     if not (path / name).is_file():
         got = f"one without {name}" if path.exists() else "nothing"
         raise RecipeError(
-            f"{path}: expected the folder of a {what}, with {name}; got {got}; copy the folder"
+            f"{path}: expected the folder of a {what}, with {name}; got {got}; copy all its files"
         )
     return _read_json(path / name)
 
@@ -79,7 +79,7 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarra
     if not path.is_file():
         raise RecipeError(
             f"{path.parent}: expected {path.name}; got no such file; copy the whole folder, or "
-            "convert pickles, which are not read, by save_pretrained of transformers or peft"
+            "convert pickled weights with save_pretrained of transformers or peft"
         )
     try:
         with safe_open(path, "np") as file:
@@ -87,14 +87,14 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarra
     except (OSError, SafetensorError, AttributeError, TypeError) as error:
         raise RecipeError(
             f"{path}: expected a safetensors file of types such as F32, F16 and BF16; got "
-            f"{error}; copy or convert the file"
+            f"{error}; copy the file again, or convert it"
         ) from error
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None
 ) -> None:
-    """Write a safetensors file; an old one is replaced once the new one is complete."""
+    """Write a safetensors file; an old one is replaced only when the new one is complete."""
     partial = path.with_name(f"{path.name}.partial")
     whole = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     safetensors.save_file(whole, partial, metadata)
@@ -102,7 +102,7 @@ def write_tensors(
 
 
 def _shards(path: Path) -> list[str]:
-    """Return the files named by the index of shards; [] if the folder has a single file."""
+    """Return the files in the index of shards; [] if weights are in a single file."""
     if (path / SINGLE).is_file() or not (path / INDEX).is_file():
         return []
     index = _read_json(path / INDEX).get("weight_map")
@@ -110,7 +110,7 @@ def _shards(path: Path) -> list[str]:
     missing = [name for name in files if Path(name).name != name or not (path / name).is_file()]
     if missing or not files:
         raise RecipeError(
-            f"{path / INDEX}: expected weight_map with names of files beside it; got "
+            f"{path / INDEX}: expected weight_map with names of files in this folder; got "
             f"{missing[0] if missing else index!r}; copy the whole folder"
         )
     return files
@@ -127,7 +127,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def chat_prompt(folder: str, message: str) -> str:
-    """Format a user's message with the chat template of a folder, in Jinja's sandbox."""
+    """Format a user's message with a folder's chat template, in Jinja's sandbox."""
     try:
         jinja: Any = importlib.import_module("jinja2")  # optional
         sandbox: Any = importlib.import_module("jinja2.sandbox")
@@ -141,10 +141,10 @@ def chat_prompt(folder: str, message: str) -> str:
     if not isinstance(template, str):
         raise RecipeError(
             f"--chat: expected {path} to have {TEMPLATE}, or chat_template in {TOKENS}; got "
-            "neither; name the folder of a model that was tuned to chat, or leave out --chat"
+            "neither; give the folder of a chat model, or leave out --chat"
         )
 
-    def raise_exception(text: str) -> None:  # called by templates that refuse the messages
+    def raise_exception(text: str) -> None:  # templates call it to refuse messages
         raise jinja.TemplateError(text)
 
     special = {name: tokens.get(name) or "" for name in ("bos_token", "eos_token")}

@@ -58,17 +58,17 @@ def load(
     """Load a decoder (GPT-2, the Llama family) or an encoder (the BERTs) from a local folder.
 
     Args:
-      folder: Has config.json and model.safetensors (or shards with their index).
-      task: None takes that of the architecture that config.json names.
-      new_head: Draw the head of the task where the folder has none; its own pooler is kept.
-      classes: Labels of a new classification head; None for those of config.json.
-      dropout: Share of activations dropped in training; None for that of config.json.
-      dtype: Type of activations.
-      param_dtype: Type of parameters; None keeps the types of the files.
-      precision: Whether linear layers multiply in FP8 under `unitscale.scalify`.
+      folder: Contains config.json and model.safetensors, or shards with their index.
+      task: By default the task of the architecture in config.json.
+      new_head: Draw a random head if the folder has none for the task; keep the folder's pooler.
+      classes: Number of labels of a new classification head; by default from config.json.
+      dropout: Dropout rate; by default from config.json.
+      dtype: Dtype of activations.
+      param_dtype: Dtype of parameters; by default the dtypes of the files.
+      precision: Its `matmuls` decides whether linear layers use FP8 under `unitscale.scalify`.
       remat: `model.remat` of a decoder.
-      adapter: The folder of a LoRA adapter to add to a decoder's weights, as PEFT writes it.
-      on_host: Leave parameters in the memory of the host, as NumPy arrays for `adapt`.
+      adapter: Folder of a LoRA adapter, in PEFT's format, to add to a decoder's weights.
+      on_host: Keep parameters as NumPy arrays in host memory, for `adapt`.
       seed: Seed of a new head and of dropout.
 
     Raises:
@@ -88,7 +88,7 @@ def load(
         options["rngs"] = nnx.Rngs(params=seed, dropout=seed)
         return GPT(config, **options) if task == "lm" else Bert(config, task, **options)
 
-    if on_host:  # parameters are shapes until they are filled; other state is initialized
+    if on_host:  # `_fill` sets the parameters: initialize only the other state
         graphdef, params, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
         rest = jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))()
         model: Any = nnx.merge(graphdef, params, rest)
@@ -98,8 +98,8 @@ def load(
     drawn = _missing(table, kind, source, task, new_head)
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
         raise RecipeError(
-            f"{source.path}: expected the classes of the folder's head; got {classes}; draw a new "
-            "head for a folder without one"
+            f"{source.path}: expected the classes of the folder's own head; got {classes}; give a "
+            "folder without a head for this task"
         )
     _fill(model, table, source, param_dtype, np if on_host else jnp)
     if adapter is not None:
@@ -113,16 +113,16 @@ def save(
     params: Any = None,
     labels: Sequence[str] | None = None,
 ) -> None:
-    """Write a model's folder: the same files, with the same names, shapes and types of tensors.
+    """Write a model to a folder, with the file names and tensors of the folder it came from.
 
     Args:
       pretrained: From `load`.
-      folder: Where to write; it may be the one that was read.
-      params: Trained parameters, a state of arrays or ScaledArrays; None for the model's own.
-      labels: Names of a classifier's labels; None for those of the folder.
+      folder: Where to write; may be the folder that was read.
+      params: Trained parameters, a state of arrays or ScaledArrays; by default the model's.
+      labels: Names of a classifier's labels; by default the folder's.
 
     Raises:
-      RecipeError: A weight is not finite in the type of its file, or a file cannot be written.
+      RecipeError: A weight is not finite in the dtype of its file, or a file cannot be written.
     """
     source = _with_new_head(pretrained) if pretrained.drawn else pretrained.source
     if labels and tuple(labels) != getattr(pretrained.config, "labels", ()):
@@ -138,8 +138,8 @@ def save(
         tensors[name] = entry.pack(parts).astype(old.dtype)
         if not np.isfinite(tensors[name]).all() and np.isfinite(old).all():
             raise RecipeError(
-                f"{name} has values that are not finite in {old.dtype}, the type of its file; "
-                "save an earlier state, or train in a wider type"
+                f"{name} has values that are not finite in {old.dtype}, the dtype of its file; "
+                "save an earlier state, or start from files of a wider dtype"
             )
     write_folder(Path(folder), source, tensors)
 
@@ -151,11 +151,11 @@ def values_by_path(state: Any) -> dict[str, Any]:
 def _missing(
     table: Table, kind: str, source: Folder, task: Task, new_head: bool
 ) -> tuple[str, ...]:
-    """Return the names of head tensors to draw; refuse other differences from the table."""
+    """Return the names of head tensors to draw; raise an error for other missing or extra ones."""
     names = {name: full_name(name, kind) for name in source.tensors}
     needed = [name for name, tensor in table.items() if not tensor.tied]
     missing = [name for name in needed if name not in names.values()]
-    # Whole parts of the head: a classifier is new on a pooler that is there.
+    # Parts of a head are drawn as a whole: the classifier, for example, but not an existing pooler.
     gone = {head_part(name) for name in missing}
     head = [name for name in needed if table[name].head and head_part(name) in gone]
     if missing and (missing != head or not new_head):
@@ -166,8 +166,8 @@ def _missing(
     others = (name for name, full in names.items() if full not in table)
     if extra := sorted(name for name in others if not is_unused(names[name], kind)):
         raise RecipeError(
-            f"{source.path}: expected only tensors that {CONFIG} accounts for; {_list(extra)} "
-            f"extra; give the {CONFIG} that belongs to the weights"
+            f"{source.path}: expected only tensors of the model in {CONFIG}; got {_list(extra)} as "
+            f"well; give the {CONFIG} that belongs to the weights"
         )
     return tuple(missing)
 
@@ -177,7 +177,7 @@ def _list(names: list[str]) -> str:
 
 
 def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, library: Any) -> None:
-    """Set a model's parameters from the tensors, as arrays of `library` (NumPy or jax.numpy)."""
+    """Set a model's parameters from tensors, as arrays of `library` (NumPy or jax.numpy)."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     variables = {".".join(map(str, path)): cast("nnx.Param", leaf) for path, leaf in flat}
     filled: dict[str, str] = {}
@@ -205,7 +205,7 @@ def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, lib
 
 
 def _with_new_head(pretrained: Pretrained) -> Folder:
-    """Return the folder with the new head in a single file of weights and in config.json."""
+    """Return the folder with a new head added to config.json and to a single file of weights."""
     source, table = pretrained.source, pretrained.table
     kind = source.config["model_type"]
     full = {full_name(name, kind): array for name, array in source.tensors.items()}

@@ -1,6 +1,7 @@
 """Low-rank updates (LoRA) of a plain decoder, and adapter files in PEFT's format.
 
-An update belongs to one tensor of the files: GPT-2's query, key and value share their first matrix.
+Each tensor of the files has one update. GPT-2's query, key and value are in one tensor, so their
+updates share `lora_a`.
 """
 
 import json
@@ -32,11 +33,11 @@ _LINEARS = (
 
 
 class Frozen(nnx.Variable):
-    """A weight that is not trained: not an `nnx.Param`, so without gradient and optimizer state."""
+    """A frozen weight. As it is not an `nnx.Param`, it has no gradient and no optimizer state."""
 
 
 class NarrowLinear(nnx.Module):
-    """A linear layer with an FP8 kernel and a power-of-two scale for each output."""
+    """A linear layer with an FP8 kernel that has a power-of-two scale per output."""
 
     def __init__(self, layer: nnx.Linear, dtype: str):
         self.dtype = layer.dtype
@@ -49,13 +50,13 @@ class NarrowLinear(nnx.Module):
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
 
-@jax.checkpoint  # widened again in the backward pass, so that no wide copy is kept
+@jax.checkpoint  # cast the kernel again in the backward pass instead of keeping a wide copy
 def _widened_matmul(x: jax.Array, kernel: ScaledArray) -> jax.Array:
     return x @ kernel.value.astype(x.dtype)
 
 
 class UpdatedLinear(nnx.Module):
-    """base(x) + scale * x a b, with a (in, rank) and b (rank, out).
+    """A linear layer with a low-rank update: base(x) + scale * x a b.
 
     References:
       Hu et al., 2021, LoRA.
@@ -78,8 +79,8 @@ class UpdatedLinear(nnx.Module):
 def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int = 0) -> None:
     """Freeze a model's weights and add low-rank updates to the layers of `lora.targets`, in place.
 
-    b is zero, and a uniform within 1 / sqrt(in). Frozen matrices take the model's dtype, or linear
-    layers that of `frozen`; vectors are float32.
+    b starts at zero, and a uniform within +-1 / sqrt(in). Frozen matrices get the model's dtype (in
+    linear layers the dtype `frozen`, if given), vectors float32.
     """
     updated = updated_tensors(model.config, lora)
     for layer in model.layers if frozen is not None else ():
@@ -120,7 +121,7 @@ def _kind(shape: GPTModelConfig) -> str:
 
 
 def _linears(shape: GPTModelConfig) -> Table:
-    """Return the tensors of the layers' kernels, by name without `.weight`."""
+    """Return the tensors of all linear layers' kernels, by name without `.weight`."""
     kernels = [f"layers.{i}.{name}.kernel" for i in range(shape.layers) for name in _LINEARS]
     table = table_of(_kind(shape), "lm", kernels)
     by_layer = sorted(table, key=lambda name: int(table[name].paths[0].split(".")[1]))
@@ -128,7 +129,7 @@ def _linears(shape: GPTModelConfig) -> Table:
 
 
 def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
-    """Return the tensors that hold the layers of `lora.targets`, each of them whole."""
+    """Return the tensors of `lora.targets`; raise an error if a tensor has other layers too."""
     got, known, chosen = ", ".join(lora.targets), set[str](), {}
     for name, tensor in _linears(shape).items():
         own = {path.split(".")[-2]: None for path in tensor.paths}
@@ -137,8 +138,8 @@ def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
             chosen[name] = tensor
         elif own.keys() & {*lora.targets}:
             raise RecipeError(
-                f"lora.targets: expected all of {', '.join(own)} or none, as {name} is one tensor "
-                f"of them; got {got}; add the others"
+                f"lora.targets: expected all of {', '.join(own)} or none, as they are in one "
+                f"tensor, {name}; got {got}; add the others"
             )
     if {*lora.targets} - known:
         raise RecipeError(f"lora.targets: expected some of {', '.join(sorted(known))}; got {got}")
@@ -156,11 +157,11 @@ class _File(BaseModel):
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: Annotated[dict[str, float], Field(max_length=0)] | None = None
     bias: Literal["none"] = "none"
-    # Others change the weights that the adapter is added to.
+    # Other initializations change the weights to which the adapter is added.
     init_lora_weights: Literal[True, False, "gaussian", "orthogonal", "eva"] = True
 
 
-# Keys that say how an adapter was made, not what it computes.
+# Keys that describe how an adapter was made, and do not change what it computes.
 _INERT = re.compile(
     r"task_type|auto_mapping|base_model_name_or_path|peft_version|revision|inference_mode|"
     r"(target|exclude)_modules|layers_.*|lora_dropout|fan_in_fan_out|megatron_core|"
@@ -169,7 +170,7 @@ _INERT = re.compile(
 
 
 def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
-    """Write the updates of a model that `adapt` was given; `base` is its Hugging Face folder."""
+    """Write the updates of an adapted model; `base` is the Hugging Face folder it came from."""
     updated = updated_tensors(model.config, lora)
     tensors = {}
     for name, tensor in updated.items():
@@ -184,7 +185,7 @@ def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        # The last two parts of a name, as GPT-2 has a c_proj in attention and one in the MLP.
+        # Two parts of a name, because GPT-2 has a c_proj both in attention and in the MLP.
         "target_modules": sorted({".".join(name.split(".")[-2:]) for name in updated}),
         "fan_in_fan_out": not all(tensor.transposed for tensor in updated.values()),
         "bias": "none",
@@ -199,7 +200,7 @@ def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
 
 
 def merge_adapter(model: GPT, folder: str | Path) -> None:
-    """Add the updates of a folder to a model's kernels, in place."""
+    """Add the updates in an adapter's folder to a model's kernels, in place."""
     for name, (a, b, scale) in _read_adapter(Path(folder), model).items():
         for path, piece in _linears(model.config)[name].split(scale * (a @ b)).items():
             kernel = _layer(model, path).kernel
@@ -208,7 +209,7 @@ def merge_adapter(model: GPT, folder: str | Path) -> None:
 
 
 def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:
-    """Set the updates of an adapted model to those of a folder, which must be `lora`'s."""
+    """Set the updates of an adapted model to those in a folder, which must match `lora`."""
     updates, updated = _read_adapter(Path(folder), model), updated_tensors(model.config, lora)
     found = {(a.shape[1], scale * a.shape[1]) for a, _, scale in updates.values()}
     if updates.keys() != updated.keys() or found != {(lora.rank, lora.alpha)}:
@@ -226,7 +227,7 @@ def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:
 
 
 def _read_adapter(folder: Path, model: GPT) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
-    """Return a (in, rank), b (rank, out) and the scale of each update, by name as in `_linears`."""
+    """Read a (in, rank), b (rank, out) and the factor of each update, by name as in `_linears`."""
     given = read_config(folder, CONFIG, "LoRA adapter")
     config = validated(_File, given, folder, inert=_INERT, file=CONFIG)
     known, parts = _linears(model.config), {}
@@ -236,7 +237,7 @@ def _read_adapter(folder: Path, model: GPT) -> dict[str, tuple[np.ndarray, np.nd
         if layer not in known or part not in ("A", "B"):
             raise RecipeError(
                 f"{folder / WEIGHTS}: expected lora_A and lora_B of linear layers of the model, "
-                f"such as {next(iter(known))}; got {name}; give an adapter of such layers"
+                f"such as {next(iter(known))}; got {name}; give an adapter of this model"
             )
         parts.setdefault(layer, {})[part] = np.asarray(array, np.float32).T
     updates = {}

@@ -1,4 +1,4 @@
-"""Parameters by the names of tensors in Hugging Face files."""
+"""Which parameters each tensor of Hugging Face files contains."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -10,9 +10,9 @@ from ._config import Task
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file and the parameters side by side on its last axis, as dotted paths.
+    """Dotted paths of the parameters that a tensor of a file holds, joined on its last axis.
 
-    A tied tensor may be left out; `head` marks those of the head of a task.
+    `tied` tensors may be missing from files; `head` is True for tensors of a task's head.
     """
 
     paths: tuple[str, ...]
@@ -21,7 +21,7 @@ class Tensor(NamedTuple):
     head: bool = False
 
     def pack(self, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Make the tensor from a model's parameters."""
+        """Make the tensor from parameters."""
         joined = np.concatenate([parameters[path] for path in self.paths], axis=-1)
         return joined.T if self.transposed else joined
 
@@ -30,14 +30,14 @@ class Tensor(NamedTuple):
         return self.split(array.T if self.transposed else array)
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the part of each parameter in an array (..., out) that is not transposed."""
+        """Split an array (..., out), not transposed, into its parameters."""
         return dict(zip(self.paths, np.split(array, len(self.paths), axis=-1), strict=True))
 
 
 Table = dict[str, Tensor]
 Modules = dict[str, str]
 
-# Our module for each module of a file. "#" is the number of a layer; {a,b} lie in one tensor.
+# Modules in files, and ours. "#" is the number of a layer; {a,b} are modules in one tensor.
 _GPT2: Modules = {
     "transformer.wte": "embed",
     "transformer.wpe": "positions",
@@ -103,7 +103,7 @@ _BODIES: dict[str, Modules] = {
     "modernbert": _MODERNBERT,
 }
 _MODERN_HEAD: Modules = {"head.dense": "head.transform", "head.norm": "head.norm"}
-# Heads by model type and task. "" is the model itself, which has the bias of the logits.
+# Heads by model type and task. "" is the model itself, which holds the bias of the logits.
 _HEADS: dict[str, dict[Task, Modules]] = {
     **{kind: {"lm": {"lm_head": "readout"}} for kind in _BODIES if "bert" not in kind},
     "bert": {
@@ -132,7 +132,7 @@ _HEADS: dict[str, dict[Task, Modules]] = {
         "classification": {**_MODERN_HEAD, "classifier": "classes"},
     },
 }
-# Masks and position numbers that old versions saved, and heads of encoders for any task.
+# Buffers that old versions saved (masks, position ids), and tensors of encoders' heads.
 _BUFFER = re.compile(
     r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|embeddings\.(position|token_type)_ids)"
 )
@@ -140,7 +140,7 @@ _HEAD = re.compile(r"(cls|qa_outputs|classifier|lm_head|head|decoder|\w+\.pooler
 
 
 def table_of(kind: str, task: Task, parameters: Collection[str]) -> Table:
-    """Return the tensors that hold a model's parameters, which are given as dotted paths."""
+    """Return the tensors of a model, by name, given the dotted paths of its parameters."""
     table: Table = {}
     held: set[str] = set()
     found = (re.match(r".*layers\.(\d+)\.", path) for path in parameters)
@@ -159,7 +159,7 @@ def table_of(kind: str, task: Task, parameters: Collection[str]) -> Table:
 
 
 def _paths(modules: str, part: str, parameters: Collection[str]) -> tuple[str, ...]:
-    """Return paths of the weight or bias of modules, such as a.{b,c}; () if they have none."""
+    """Return the parameter paths of modules such as "a.{b,c}"; () if there are none."""
     top, *inner = re.split(r"[{},]", modules)
     names = [top + name for name in inner if name] or [top]
     leaves = ("kernel", "scale", "embedding") if part == "weight" else ("bias",)
@@ -171,7 +171,7 @@ def _paths(modules: str, part: str, parameters: Collection[str]) -> tuple[str, .
 
 
 def full_name(name: str, kind: str) -> str:
-    """Return the name of a tensor in the table, given its name in a file, maybe an old one."""
+    """Return the name of a tensor in the table, given its name in a file of any version."""
     tables = (_BODIES[kind], *_HEADS[kind].values())
     tops = [known.split(".")[0] for table in tables for known in table]
     if name.split(".")[0] not in tops:  # a bare model leaves the first part out
@@ -181,11 +181,11 @@ def full_name(name: str, kind: str) -> str:
 
 
 def head_part(name: str) -> str:
-    """Return the part of a head that a tensor belongs to; a file has all of a part or nothing."""
+    """Return the part of a head that a tensor belongs to; files have all of a part or nothing."""
     first, second, *_ = name.split(".")
     return f"{first}.{second}" if first == "bert" else first
 
 
 def is_unused(name: str, kind: str) -> bool:
-    """Return True for buffers and tensors of an encoder's heads for other tasks."""
+    """Return True for buffers, and for tensors of an encoder's heads for other tasks."""
     return bool(_BUFFER.fullmatch(name) or ("bert" in kind and _HEAD.fullmatch(name)))

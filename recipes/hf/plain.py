@@ -1,8 +1,8 @@
-"""The GPT in plain `flax.nnx`: the baseline that the unitscale model is measured against.
+"""The GPT in plain `flax.nnx`: the baseline for the unitscale model.
 
-The same pre-norm decoder as `recipes.gpt.task` (positions, MLPs, grouped-query attention, key and
-value cache), with GPT-2's initialisation and neither scales nor loss scaling. With `config.decoder`
-it is also any decoder of the Llama family. Its layers make up other plain models too.
+It is the same pre-norm decoder as in `recipes.gpt.task`, with GPT-2's initialization and without
+scales. With `config.decoder` it is also any decoder of the Llama family. Other plain models use its
+layers.
 """
 
 import math
@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, *, cap: float | None = None, **options
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention`, in float32 where XLA's CPU backend has no float16 one.
+    """Call `jax.nn.dot_product_attention`, in float32 where XLA does not support float16 (CPU).
 
     With a `cap`, scores s become cap tanh(s / cap) (Gemma 2); `options` are then mask and scale.
     """
@@ -43,7 +43,7 @@ def attend(
 
 
 def _attend_capped(q, k, v, cap: float, *, mask: jax.Array, scale: float | None = None):
-    """q (batch, time, heads, size), k and v with heads that divide them; mask (..., time, keys)."""
+    """Attend with capped scores: q (batch, time, heads, size); k and v may have fewer heads."""
     batch, time, heads, size = q.shape
     grouped = q.reshape(batch, time, k.shape[2], heads // k.shape[2], size)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
@@ -54,21 +54,21 @@ def _attend_capped(q, k, v, cap: float, *, mask: jax.Array, scale: float | None 
 
 
 def frequencies(size: int, rope: RopeConfig) -> np.ndarray:
-    """Return the radians per position of each pair of features of a head, float32 (size / 2,).
+    """Return RoPE's frequencies in radians per position, float32 (size / 2,).
 
     References:
       Su et al., 2021, RoFormer. Grattafiori et al., 2024, The Llama 3 Herd of Models. Peng et al.,
-      2023, YaRN, section 3.2; the ends of its band are those of `transformers`.
+      2023, YaRN, section 3.2, with the band's ends as in `transformers`.
     """
     pairs = np.arange(size // 2, dtype=np.float64)
     kept = rope.base ** (-2 * pairs / size)
-    share = np.ones_like(kept)  # of the frequency as it was
+    share = np.ones_like(kept)  # 1 keeps a frequency, 0 divides it by rope.factor
     if rope.scaling == "linear":
         share = np.zeros_like(kept)
     if rope.scaling == "llama3":
         turns = rope.context * kept / (2 * np.pi)
         share = np.clip((turns - rope.low_factor) / (rope.high_factor - rope.low_factor), 0, 1)
-    if rope.scaling == "yarn":  # pair i turns context / (2 pi base^(2 i / size)) times
+    if rope.scaling == "yarn":  # pair i makes context / (2 pi base^(2 i / size)) rotations
         low, high = (
             size * math.log(rope.context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
             for turns in (rope.fast, rope.slow)
@@ -83,7 +83,7 @@ def frequencies(size: int, rope: RopeConfig) -> np.ndarray:
 def rotate(
     x: jax.Array, positions: jax.Array, frequency: np.ndarray, factor: float = 1.0
 ) -> jax.Array:
-    """Rotate pairs of features i, i + head_dim / 2 of x (batch, time, heads, head_dim)."""
+    """Rotate the pairs of features i, i + head_dim / 2 of x (batch, time, heads, head_dim)."""
     angle = positions[:, None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if factor != 1:
@@ -98,7 +98,7 @@ def make_product(
     product: Callable[..., jax.Array] = jax.lax.dot_general,
     gradients: str = "float8_e5m2",
 ) -> Callable[..., jax.Array]:
-    """Wrap a matmul so that under `unitscale.scalify` it is in FP8, if `precision.matmuls` is."""
+    """Make a matmul run in FP8 under `unitscale.scalify`, if `precision.matmuls` is fp8."""
     if precision is None or precision.matmuls != "fp8":
         return product
 
@@ -161,7 +161,7 @@ class Parts:
             return OffsetNorm(width, **options)
         if self.kind == "rms":
             return nnx.RMSNorm(width, **options)
-        # The mean of squares less the square of the mean loses its digits where the mean is large.
+        # Flax's fast variance, E[x^2] - E[x]^2, is inaccurate if the mean is large.
         return nnx.LayerNorm(width, use_bias=self.norm_bias, use_fast_variance=False, **options)
 
     def embed(self, rows: int) -> nnx.Embed:
@@ -181,7 +181,7 @@ class KVCache(NamedTuple):
 
 
 def _last(config: GPTModelConfig) -> float:
-    """Standard deviation of a branch's last kernel: 0.02 / sqrt(number of branches) (GPT-2)."""
+    """Return the initial standard deviation of a branch's last kernel, as in GPT-2."""
     return 0.02 / (2 * config.layers) ** 0.5
 
 
@@ -206,7 +206,7 @@ class Attention(nnx.Module):
         self.out = parts.linear(inner, width, stddev=_last(config), bias="out" in config.biases)
 
     def __call__(self, x, positions, past=None, mask=None):
-        """x (batch, time, width) at positions (time,); `past` is a layer's (keys, values)."""
+        """Attend from x (batch, time, width) at positions (time,); `past` is (keys, values)."""
         batch, time, _ = x.shape
         q = self.query(x).reshape(batch, time, self.heads, self.head_dim)
         k = self.key(x).reshape(batch, time, self.kv_heads, self.head_dim)
@@ -232,7 +232,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """gelu(x W) V, or gated (act(x G) * x W) V."""
+    """The MLP gelu(x W) V, or the gated MLP (act(x G) * x W) V."""
 
     def __init__(self, parts: Parts):
         config, bias = parts.config, "mlp" in parts.config.biases
@@ -330,7 +330,7 @@ class GPT(nnx.Module):
         return logits, KVCache(keys, values, cache.position + ids.shape[1])
 
     def init_cache(self, batch: int, length: int) -> KVCache:
-        """Return an empty cache for `length` tokens of each of `batch` sequences."""
+        """Make an empty cache for `length` tokens of each of `batch` sequences."""
         config = self.config
         shape = (batch, length, config.kv_heads or config.heads, config.head_dim)
         empty = tuple(jnp.zeros(shape, self.dtype) for _ in range(config.layers))

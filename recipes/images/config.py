@@ -1,4 +1,4 @@
-"""Config of image classification."""
+"""The config of recipe images."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -14,7 +14,7 @@ class ImageDataConfig(BatchConfig):
     step_unit = "images"
 
     folder: str
-    """Folder with MNIST's four idx files, such as train-images-idx3-ubyte or the .gz of it."""
+    """Folder of MNIST's four idx files, train-images-idx3-ubyte and so on, as they are or .gz."""
     batch_size: Count = 128
     """Images per step, over all processes."""
 
@@ -23,19 +23,19 @@ class ImageModelConfig(Section):
     """The shape of the classifier."""
 
     kind: Literal["mlp", "cnn", "vit"] = "mlp"
-    """Dense layers, two convolutions before them, or a vision Transformer (unitscale)."""
+    """A plain MLP, a plain CNN of two convolutions and one hidden layer, or a unit-scaled ViT."""
     hidden: Count = 256
-    """Units of each hidden dense layer, or of each MLP (vit)."""
+    """Units per hidden layer, or hidden size of the MLPs (vit)."""
     layers: Count = 2
-    """Hidden dense layers (a cnn has one), or Transformer layers (vit)."""
+    """Number of hidden layers (mlp) or Transformer layers (vit)."""
     channels: Count = 16
-    """Channels of the first convolution, half those of the second (cnn)."""
+    """Channels of the first convolution; the second has twice as many (cnn)."""
     patch: Count = 7
-    """Pixels of each side of a patch (vit)."""
+    """Height and width of a patch in pixels (vit)."""
     width: Count = 64
     """Size of the residual stream (vit)."""
     heads: Count = 4
-    """Attention heads (vit)."""
+    """Number of attention heads (vit)."""
 
     @property
     def library(self) -> str:
@@ -44,18 +44,8 @@ class ImageModelConfig(Section):
 
 
 class ImagesConfig(RunConfig):
-    """A whole run of a classifier of images."""
+    """Config of an image classifier's run."""
 
-    renamed: ClassVar[dict[str, str]] = {
-        "format": "precision.scalify and precision.matmuls",
-        "train.epochs": "train.steps",
-        "optimizer.momentum": "optimizer.b1",
-        **{
-            f"data.{split}_{part}": "data.folder, the folder of MNIST's four files"
-            for split in ("train", "test")
-            for part in ("images", "labels")
-        },
-    }
     constants: ClassVar[dict[str, Any]] = {"data.classes": None}
     loss_unit = "image"
 

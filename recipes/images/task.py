@@ -1,7 +1,7 @@
-"""Classifiers of images: an MLP and a CNN in plain flax.nnx, and a ViT in `unitscale.nn`.
+"""The recipe images: an MLP and a CNN in plain `flax.nnx`, and a ViT in `unitscale.nn`.
 
-The only trace of low precision in the plain models is in their matmuls: markers, which are
-identities until the program runs under `unitscale.scalify`.
+For FP8 the plain models mark the operands of matmuls and convolutions. Without `unitscale.scalify`
+the marks have no effect.
 """
 
 import functools
@@ -35,7 +35,7 @@ from .config import ImageModelConfig, ImagesConfig
 
 closing = no_closing
 Size = tuple[int, int]  # of images: height and width
-_STATISTICS = 10_000  # images that the mean and the deviation are taken over
+_STATISTICS = 10_000  # images from which to compute mean and standard deviation
 
 
 class Split(NamedTuple):
@@ -47,7 +47,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageData(Data):
-    """Both splits, the number of classes, and the pixels' mean and standard deviation."""
+    """Training and test images, number of classes, and mean and standard deviation of pixels."""
 
     train: Split
     test: Split
@@ -69,26 +69,24 @@ class ImageData(Data):
         return f"{train:,} training and {test:,} test images, {self.classes} classes"
 
     def standardized(self, images: np.ndarray) -> np.ndarray:
-        """Images in float32, of mean 0 and deviation 1 over the training images."""
+        """Convert to float32, with mean 0 and standard deviation 1 over the training images."""
         return (images.astype(np.float32) - self.mean) / self.deviation
 
     def examples(self, *, training: bool) -> Sequence[Examples]:
-        """Pairs of a standardized image and its label."""
+        """Return pairs of a standardized image and its label."""
         images, labels = self.train if training else self.test
         numbers = grain.MapDataset.range(len(labels))
         return [Examples(numbers.map(lambda i: (self.standardized(images[i]), labels[i])))]
 
 
 def load_data(config: ImagesConfig) -> ImageData:
-    """The idx files of the config."""
+    """Read the idx files of a config."""
     folder = Path(config.data.folder)
     train, test = (_load_split(folder, split) for split in ("train", "t10k"))
     classes = int(train.labels.max()) + 1
     if test.labels.max() >= classes:
-        raise RecipeError(
-            f"data.folder: expected test labels from 0 to {classes - 1}, as the training labels; "
-            f"got {test.labels.max()}; name the folder of one data set"
-        )
+        wanted = f"expected test labels from 0 to {classes - 1}, as in the training data"
+        raise RecipeError(f"data.folder: {wanted}; got {test.labels.max()}; correct the files")
     sample = train.images[:: -(-len(train.images) // _STATISTICS)].astype(np.float64)
     mean, deviation = float(sample.mean()), float(sample.std()) or 1.0
     return ImageData(train, test, classes, mean, deviation, config.data.batch_size)
@@ -100,20 +98,16 @@ def _load_split(folder: Path, split: str) -> Split:
     if len(images) != len(labels) or not images.size:
         raise RecipeError(
             f"data.folder: expected a label for each image of {split} in {folder}; got "
-            f"{len(images)} images and {len(labels)} labels; fetch the files again"
+            f"{len(images)} images and {len(labels)} labels; download the files again"
         )
     return Split(images, labels.astype(np.int32))
 
 
 def read_idx(path: Path, axes: int) -> np.ndarray:
-    """Reads an idx file of bytes, or the gzip-compressed file with .gz after its name.
-
-    It is two zero bytes, 8, the number of axes, the length of each in four bytes, highest first,
-    and the elements.
-    """
+    """Read an idx file of bytes, or its .gz: 0, 0, 8, number of axes, big-endian lengths, data."""
     path = path if path.exists() else path.with_name(f"{path.name}.gz")
     try:
-        with refused(f"data.folder: {path} cannot be read", "name the folder of the four files"):
+        with refused(f"data.folder: {path} cannot be read", "give the folder of the four files"):
             content = path.read_bytes()
             if content.startswith(b"\x1f\x8b"):
                 content = gzip.decompress(content)
@@ -124,12 +118,12 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
     except (EOFError, ValueError, zlib.error) as error:
         raise RecipeError(
             f"data.folder: expected {path} to be an idx file of bytes with {axes} axes, which "
-            f"begins with 00 00 08 0{axes}; got: {error}; fetch the file again"
+            f"begins with 00 00 08 0{axes}; got: {error}; download the file again"
         ) from error
 
 
 class Plain(nnx.Module):
-    """An MLP or, of kind cnn, convolutions that each halve the image, a dense layer, a readout."""
+    """An MLP, or a CNN of two convolutions of stride 2, a dense layer and a readout."""
 
     def __init__(
         self,
@@ -145,7 +139,7 @@ class Plain(nnx.Module):
             sizes = [math.prod(image), *[shape.hidden] * shape.layers, classes]
             self.layers = nnx.List([linear(*pair) for pair in itertools.pairwise(sizes)])
             return
-        # A convolution takes operands of one type, and its gradient meets images and kernels.
+        # E4M3 gradients: they are convolved with images and kernels, and types must be equal.
         convolve, e4m3 = jax.lax.conv_general_dilated, "float8_e4m3fn"
         product = make_product(precision, convolve, gradients=e4m3)
         channels = 1, shape.channels, 2 * shape.channels
@@ -157,7 +151,7 @@ class Plain(nnx.Module):
         self.readout = linear(shape.hidden, classes)
 
     def __call__(self, images: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Logits (batch, classes) of images (batch, height, width); there is no dropout."""
+        """Return logits (batch, classes) of images (batch, height, width)."""
         x, is_mlp = images[..., None], self.kind == "mlp"
         for convolution in () if is_mlp else self.convolutions:
             x = jax.nn.relu(convolution(x))
@@ -168,19 +162,19 @@ class Plain(nnx.Module):
         return readout(x)
 
     def loss(self, images, labels, *, deterministic: bool = True) -> jax.Array:
-        """Mean cross entropy of labels (batch,), a float32 scalar in nats per image."""
+        """Return the mean cross entropy of labels (batch,), float32, in nats per image."""
         logits = self(images, deterministic=deterministic)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 class ViT(nnx.Module):
-    """Patches as tokens, a Transformer over them, and a readout of their mean."""
+    """A Transformer over patches, and a readout of its mean output."""
 
     def __init__(self, shape: ImageModelConfig, image: Size, classes: int, **options: Any):
         if any(side % shape.patch for side in image):
             raise RecipeError(
-                f"model.patch: expected one that divides the images' {image[0]} x {image[1]} "
-                f"pixels; got {shape.patch}; change it"
+                f"model.patch: expected a divisor of the images' {image[0]} x {image[1]} pixels; "
+                f"got {shape.patch}; change it"
             )
         self.patch, width = shape.patch, shape.width
         tokens = math.prod(image) // shape.patch**2
@@ -192,7 +186,7 @@ class ViT(nnx.Module):
         self.readout = nn.Readout(width, classes, **options)
 
     def __call__(self, images: jax.Array, *, deterministic: bool = True) -> ScaledArray:
-        """Logits (batch, classes) of images (batch, height, width) of unit size."""
+        """Return logits (batch, classes) of standardized images (batch, height, width)."""
         (batch, height, width), patch = images.shape, self.patch
         x = images.reshape(batch, height // patch, patch, width // patch, patch)
         x = x.swapaxes(2, 3).reshape(batch, -1, patch**2)
@@ -200,12 +194,12 @@ class ViT(nnx.Module):
         return self.readout(self.norm(mean_of_tokens(x)))
 
     def loss(self, images, labels, *, deterministic: bool = True) -> jax.Array:
-        """Mean cross entropy of labels (batch,), a float32 scalar in nats per image."""
+        """Return the mean cross entropy of labels (batch,), float32, in nats per image."""
         return ops.softmax_cross_entropy(self(images, deterministic=deterministic), labels)
 
 
 def build(config: ImagesConfig) -> Plain | ViT:
-    """The model of a config, for images and classes as its files have them."""
+    """Build the model of a config, for the image size and classes of its files."""
     data, rngs = load_data(config), nnx.Rngs(config.seed)
     sizes = config.model, data.train.images.shape[1:], data.classes
     if config.model.kind == "vit":
@@ -214,14 +208,14 @@ def build(config: ImagesConfig) -> Plain | ViT:
 
 
 def abstract_batch(config: ImagesConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Standardized images and labels."""
+    """Return the shapes of images and labels."""
     size, images = config.data.batch_size, load_data(config).train.images
     images = jax.ShapeDtypeStruct((size, *images.shape[1:]), jnp.float32)
     return images, jax.ShapeDtypeStruct((size,), jnp.int32)
 
 
 def scores(config: ImagesConfig, data: ImageData, model: Any, folder: Path) -> dict[str, float]:
-    """The share of the test images that are classified rightly."""
+    """Return the accuracy on the test images."""
     images, size = data.standardized(data.test.images), data.batch_size
     batches = ((images[start : start + size],) for start in range(0, len(images), size))
     found = predict(model, batches, config.precision).argmax(-1)

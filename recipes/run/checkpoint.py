@@ -1,4 +1,4 @@
-"""Save and restore checkpoints: bit for bit, complete or absent, and verified by checksums."""
+"""Save and restore checkpoints: exact, written completely or not at all, verified by checksums."""
 
 import contextlib
 import copy
@@ -20,7 +20,7 @@ from .folder import saved_steps
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read."""
+    """The contents of a checkpoint."""
 
     step: int
     state: Any
@@ -29,13 +29,13 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The newest `keep` checkpoints of a run; with `read_only` nothing on disk changes."""
+    """Manages the newest `keep` checkpoints of a run; `read_only` leaves the disk unchanged."""
 
     def __init__(self, folder: Path, *, keep: int = 2, read_only: bool = False):
         self._run = folder.absolute()
         self._folder = self._run / "checkpoints"
         self._read_only = read_only
-        self._writing: int | None = None  # the step of a write that may be under way
+        self._writing: int | None = None  # the step of a write that may not have finished
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=not read_only, read_only=read_only
         )
@@ -47,10 +47,10 @@ class Checkpoints:
 
     @property
     def what_is_safe(self) -> str:
-        """The checkpoint that is left after a failure, for its message."""
-        with contextlib.suppress(RecipeError):  # the failure that the message is about comes first
+        """Names the newest complete checkpoint, for the message of a failure."""
+        with contextlib.suppress(RecipeError):  # report the first failure only
             self.wait()
-        # Read from the disk: Orbax counts a step as soon as its write begins.
+        # Read from disk: Orbax lists a step as soon as its write begins.
         *_, step = 0, *saved_steps(self._run)
         return (
             f"the checkpoint of step {step} is untouched" if step else "no checkpoint was written"
@@ -65,7 +65,7 @@ class Checkpoints:
         *,
         wait: bool = True,
     ) -> None:
-        """Write a checkpoint, unless the step has one; without `wait`, in the background."""
+        """Write a checkpoint unless the step has one; without `wait`, write in the background."""
         self.wait()
         if step in saved_steps(self._run):
             return
@@ -76,7 +76,7 @@ class Checkpoints:
         facts["checksum"] = _text_checksum(position, facts)
         self._writing = step
         with self._failing(step):
-            # JAX does not reuse the memory of an array that Orbax still reads.
+            # In the background this is safe: JAX keeps the memory of arrays that Orbax still reads.
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -89,7 +89,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete on the disk, or raise why it is not."""
+        """Wait until the last checkpoint is complete on disk; raise an error if it failed."""
         step, self._writing = self._writing, None
         if step is not None:
             with self._failing(step):
@@ -109,7 +109,7 @@ class Checkpoints:
             ) from error
 
     def restore(self, like: Any, say: Callable[[str], None] = print) -> Restored | None:
-        """Read the newest checkpoint like a tree, or like that of the facts; move damaged ones."""
+        """Read the newest undamaged checkpoint, structured as `like` or `like(facts)`."""
         self.wait()
         steps = saved_steps(self._run)[::-1]
         for step in steps:
@@ -117,9 +117,9 @@ class Checkpoints:
                 return self._read(step, like)
             except RecipeError:
                 raise
-            except Exception as error:  # a damaged file makes Orbax raise many kinds
+            except Exception as error:  # Orbax raises errors of many types for damaged files
                 damage = f"checkpoint of step {step} is damaged ({_first_line(error)})"
-                if jax.process_count() > 1:  # the others may have found nothing
+                if jax.process_count() > 1:  # the other processes may not have seen the damage
                     todo = f"remove {self._folder / str(step)}, then start all processes again"
                     raise RecipeError(f"{damage}; {todo}", exit_code=1) from error
                 if not self._read_only:
@@ -148,7 +148,7 @@ class Checkpoints:
         facts, position = map(json.loads, texts)
         checksum = facts.pop("checksum", None)
         known = {name: entry[-1] for name, entry in facts["arrays"].items()}
-        is_old = all(isinstance(sum_, int) for sum_ in known.values())  # version 0.1: not checked
+        is_old = all(isinstance(sum_, int) for sum_ in known.values())  # of version 0.1: unchecked
         if not is_old and checksum != _text_checksum(position, facts):
             raise ValueError("the checksum of position and facts differs")
         shapes = {name: entry[:2] for name, entry in facts.pop("arrays").items()}
@@ -207,13 +207,13 @@ def _text_checksum(*values: Any) -> int:
 
 
 def _checksums(arrays: dict[str, jax.Array]) -> dict[str, str]:
-    # One after another: devices that share a processor may wait for each other in different sums.
+    # One at a time: concurrent sums over sharded arrays can deadlock on CPU devices.
     return {name: f"{int(_checksum(array)):08x}" for name, array in arrays.items()}
 
 
 @jax.jit
 def _checksum(array: jax.Array) -> jax.Array:
-    """Sum the hashes (MurmurHash3) of all words; changing one word always changes the sum."""
+    """Sum MurmurHash3's hashes of all words; changing a single word always changes the sum."""
     array = array.astype(jnp.uint8) if array.dtype == bool else array
     bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{min(8 * array.dtype.itemsize, 32)}"))
     place = jnp.uint32(0)

@@ -1,4 +1,4 @@
-"""A run's folder, resumed only by the config that made it, and the metrics in it."""
+"""A run's folder, which only the config that made it may resume, and its metrics."""
 
 import contextlib
 import importlib
@@ -20,13 +20,13 @@ from ..errors import RecipeError, refused, write_whole
 Config = TypeVar("Config", bound=RunConfig)
 
 CONFIG = "config.yaml"
-"""The config in a run's folder."""
+"""File name of the config in a run's folder."""
 ROWS = "rows.jsonl"
-"""The results in a sweep's folder."""
+"""File name of the results in a sweep's folder."""
 SCORES = "scores.json"
-"""The scores in a run's folder."""
+"""File name of the scores in a run's folder."""
 
-# Keys that may change when a run is resumed: they say nothing about what its state is.
+# Keys that may change when a run is resumed, because they do not affect its state.
 _FREE = (
     "sweep.",
     *(f"train.{key}" for key in ("runs_dir", "logger", "eval_", "checkpoint_every", "keep")),
@@ -46,7 +46,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of a run's complete checkpoints, damaged or not, in order."""
+    """List the steps of a run's complete checkpoints, damaged or not, in order."""
     place = folder / "checkpoints"
     names = [path.name for path in place.iterdir()] if place.is_dir() else []
     return sorted(int(name) for name in names if name.isdigit())
@@ -54,20 +54,18 @@ def saved_steps(folder: Path) -> list[int]:
 
 @contextlib.contextmanager
 def locked(config: RunConfig) -> Iterator[None]:
-    """Keep other processes from training a run; one that dies leaves nothing locked."""
+    """Lock a run against other processes; a process that dies releases its lock."""
     folder = run_folder(config)
-    path = folder.with_name(f".{folder.name}.lock")  # beside it: --fresh moves the folder
+    path = folder.with_name(f".{folder.name}.lock")  # outside the folder, which --fresh moves
     lock = filelock.FileLock(path, blocking=False)
     with _writing(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # its error says what is wrong with the folder
+        path.touch()  # for a clearer error than that of the lock
         try:
             lock.acquire()
         except filelock.Timeout:
-            raise RecipeError(
-                f"name: another process is training in {folder}; wait for it, stop it, or change "
-                "name"
-            ) from None
+            todo = "wait for it, stop it, or change name"
+            raise RecipeError(f"name: another process is training in {folder}; {todo}") from None
         except NotImplementedError:
             pass  # a file system without locks
     try:
@@ -79,7 +77,7 @@ def locked(config: RunConfig) -> Iterator[None]:
 
 
 def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -> Path:
-    """Make the folder of a run, or open that of an earlier start of the same run."""
+    """Make the folder of a run, or reopen it if its config is the same."""
     folder, number = run_folder(config), 1
     with _writing(folder):
         if fresh and folder.exists():
@@ -91,12 +89,12 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
             raise RecipeError(
                 f"name: {folder} exists but is not a run (it has no {CONFIG}); change name"
             )
-        if files != [folder / CONFIG]:  # a start that failed before its first step binds nobody
+        if files != [folder / CONFIG]:  # else no step was taken, and any config may start
             changed = _changes(config, folder) if files else {}
             formats = all(key.startswith(FORMAT_KEYS) for key in changed)
             if changed and not (convert and formats):
                 todo = "change name, use the config of that run, or pass --fresh to move it aside"
-                todo += ", or --convert to go on in these formats" if formats else ""
+                todo += ", or --convert to resume in these formats" if formats else ""
                 raise _other_config(folder, changed, todo)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, dump_config(config))
@@ -104,7 +102,7 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
 
 
 def existing_run(config: RunConfig) -> Path:
-    """The folder of a trained run, whose model and formats must be the config's."""
+    """Return the folder of a trained run; its model and formats must be those of the config."""
     folder = run_folder(config)
     if not is_run(folder):
         raise RecipeError(
@@ -119,7 +117,7 @@ def existing_run(config: RunConfig) -> Path:
 
 
 def _changes(config: RunConfig, folder: Path) -> dict[str, str]:
-    """The keys in which a config differs from that of a folder, and their values."""
+    """Return the keys that differ from a folder's config, each with "old -> new"."""
     kept = written_config(folder, type(config))
     before, after = flatten(kept.model_dump()), flatten(config.model_dump())
     return {
@@ -135,7 +133,7 @@ def _other_config(folder: Path, changed: dict[str, str], todo: str) -> RecipeErr
 
 
 def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
-    """The config of the run that `init` names; `other` names alternatives for the message."""
+    """Read the config of the run in `init`; `other` is what else `init` may be, for the message."""
     folder = Path(init)
     if not is_run(folder):
         (recipe,) = get_args(kind.model_fields["recipe"].annotation)
@@ -148,7 +146,7 @@ def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
 
 
 def written_config(folder: Path, kind: type[Config]) -> Config:
-    """The config of the run in a folder, which must be of a kind."""
+    """Read the config of the run in a folder, which must be of the class `kind`."""
     path = folder / CONFIG
     try:
         tree = yaml.safe_load(path.read_text("utf-8"))
@@ -156,21 +154,21 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
         found = tree.get("recipe", "gpt") if isinstance(tree, dict) else None
         if found is not None and wanted and found not in wanted:
             raise RecipeError(
-                f"{path}: expected a run of recipe {', '.join(wanted)}; got one of {found}; name "
+                f"{path}: expected a run of recipe {', '.join(wanted)}; got one of {found}; give "
                 "the folder of such a run"
             )
         return kind.model_validate(kind.upgraded(tree))
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise RecipeError(
-            f"{path}: expected the config of a run of {kind.__name__}; got: {error}; name the "
+            f"{path}: expected the config of a run of {kind.__name__}; got: {error}; give the "
             "folder of such a run, or move this one aside with --fresh"
         ) from error
 
 
 def other_data(folder: Path) -> RecipeError:
     return RecipeError(
-        f"data: it is not what {folder} was trained on (another Python, or changed files); restore "
-        "the files, change name, or pass --fresh"
+        f"data: it is not what {folder} was trained on (another Python version, or changed files); "
+        "restore the files, change name, or pass --fresh"
     )
 
 
@@ -199,7 +197,7 @@ class Logger(NamedTuple):
 
 
 class Metrics:
-    """Metrics as lines of JSON in `metrics.jsonl`, and in a logger; nowhere without a folder."""
+    """Writes metrics to `metrics.jsonl` and to a logger; to nothing without a folder."""
 
     def __init__(self, folder: Path | None, logger: Logger | None = None, *, resume_step: int = 0):
         self._lines, self._logger = None, logger
@@ -210,7 +208,7 @@ class Metrics:
             self._lines = path.open("a", encoding="utf-8")
 
     def write(self, step: int, **values: float) -> None:
-        """Record values by name at a step (steps done so far)."""
+        """Record named values; `step` is the number of steps done so far."""
         if self._lines:
             self._lines.write(json.dumps({"step": step, **values}) + "\n")
             self._lines.flush()
@@ -229,7 +227,7 @@ def open_metrics(config: RunConfig, folder: Path, resume_step: int) -> Metrics:
             logger = _tensorboard(folder, resume_step)
         elif name != "none":
             logger = (_wandb if name == "wandb" else _mlflow)(config, folder)
-    except Exception as error:  # each package has its own kinds
+    except Exception as error:  # each package has its own exceptions
         raise RecipeError(
             f"train.logger: {name} could not start a run: {error}; pip install {name} and set it "
             "up as its documentation says, or choose another",
@@ -239,7 +237,7 @@ def open_metrics(config: RunConfig, folder: Path, resume_step: int) -> Metrics:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file, without a last line cut short by a crash."""
+    """Read the rows of a metrics file, without a last line that a crash cut short."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -249,13 +247,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _tensorboard(folder: Path, resume_step: int) -> Logger:
-    """A new event file in `tensorboard/`."""
+    """Start a new event file in `tensorboard/`."""
     (folder / "tensorboard").mkdir(exist_ok=True)
     event, summary, files, scalars = (
         importlib.import_module(f"tensorboardX.{name}")
         for name in ("proto.event_pb2", "proto.summary_pb2", "event_file_writer", "summary")
     )
-    # The library's SummaryWriter writes in a thread, where an error, such as a full disk, is lost.
+    # Not tensorboardX's SummaryWriter, which writes in a thread and loses errors such as disk full.
     path = folder / "tensorboard" / "events"
     events = files.EventsWriter(str(path), f".{os.getpid()}.{time.time_ns()}")
 
@@ -267,14 +265,14 @@ def _tensorboard(folder: Path, resume_step: int) -> Logger:
         found = [scalars.scalar(name, value).value[0] for name, value in values.items()]
         add(step=step, summary=summary.Summary(value=found))
 
-    # A restart makes TensorBoard drop what an earlier session wrote from here on.
+    # This event makes TensorBoard drop later steps that an earlier session wrote.
     start = event.SessionLog(status=event.SessionLog.START)
     add(step=resume_step + 1, session_log=start)
     return Logger(write, events.close)
 
 
 def _wandb(config: RunConfig, folder: Path) -> Logger:
-    """A run of Weights & Biases; of steps computed again it keeps the first values."""
+    """Start or resume a W&B run, which keeps the first values of steps computed twice."""
     wandb = importlib.import_module("wandb")
     name = _kept(folder / "wandb.id") or f"{config.name[:40]}-{secrets.token_hex(4)}"
     told = {"name": config.name, "dir": str(folder), "config": config.model_dump()}
@@ -284,12 +282,12 @@ def _wandb(config: RunConfig, folder: Path) -> Logger:
 
 
 def _mlflow(config: RunConfig, folder: Path) -> Logger:
-    """A run of MLflow with the config as parameters; of steps computed again it keeps both."""
+    """Start or resume an MLflow run, which keeps both values of steps computed twice."""
     mlflow = importlib.import_module("mlflow")
     kept = _kept(folder / "mlflow.id")
     run = mlflow.start_run(run_id=kept, run_name=config.name)
     if kept is None:
-        # Every version takes 100 parameters at once, of 500 characters each.
+        # All versions accept 100 parameters at once, of up to 500 characters.
         items = [(k, str(v)[:500]) for k, v in flatten(config.model_dump()).items()]
         for start in range(0, len(items), 100):
             mlflow.log_params(dict(items[start : start + 100]))

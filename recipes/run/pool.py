@@ -1,4 +1,4 @@
-"""Processes that work: their settings, made before JAX starts, and several at once."""
+"""Settings of a process that must precede JAX, and a pool of worker processes."""
 
 import ctypes
 import importlib.util
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-# malloc.h: return nothing at the end of the heap, one heap for all threads, no blocks of mmap.
+# Constants of malloc.h: never return memory at the heap's end, one arena, no mmap blocks.
 _SETTINGS = {"M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1), "M_MMAP_MAX": (-4, 0)}
 
 
@@ -24,10 +24,10 @@ def start_process() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step, on a CPU; return whether it does.
+    """Make glibc keep freed memory for the next step, on CPU only; return True if it does.
 
-    Else the kernel clears pages anew in every step: a quarter of a small model's. Nothing changes
-    if the environment configures malloc.
+    Otherwise the kernel clears pages in every step, a quarter of a small model's time. Settings of
+    malloc in the environment take precedence.
     """
     told = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     accelerators = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
@@ -41,7 +41,7 @@ def keep_freed_memory() -> bool:
 def each(
     tasks: Sequence[Any], jobs: int, work: Callable[..., Result]
 ) -> Iterator[tuple[Any, Result | str]]:
-    """Yield each task when it is over, with what the work returned, or why its process died."""
+    """Run `work(*task)` in `jobs` processes; yield each task with its result, or why it died."""
     if jobs == 1:
         yield from ((task, work(*task)) for task in tasks)
         return
@@ -57,10 +57,10 @@ def each(
                 try:
                     result = future.result()
                 except BrokenProcessPool:
-                    result = "its process was killed, or another's; is there enough memory?"
+                    result = "a worker process was killed; is there enough memory?"
                 yield futures[future], result
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # no further task begins
+            pool.shutdown(cancel_futures=True)  # start no further tasks
             raise
 
 
@@ -74,12 +74,12 @@ def _begin(cores: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is gone: the command that resumes may run beside it."""
+    """Exit when the parent process is gone, because a resumed command may train the same runs."""
     if parent := parent_process():
         parent.join()
         os._exit(1)
 
 
 def message_of(error: Exception) -> str:
-    """The first line of an error that must not stop other tasks."""
+    """Format an error that must not stop other tasks, in one line."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

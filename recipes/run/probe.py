@@ -1,7 +1,7 @@
-"""Measure the RMS of activations and gradients at each layer, find where they break, plot them.
+"""Measure the RMS of activations and gradients of each layer, to plot it or to find NaN.
 
-While the model runs, the `__call__` of every module class in it is replaced by one that also notes
-the output and passes it through an identity, whose backward pass returns the cotangent's RMS.
+While the model runs, `__call__` of its module classes is patched to record the RMS of each output,
+and to pass the output through an identity function whose backward pass records the cotangent's RMS.
 """
 
 import functools
@@ -25,7 +25,7 @@ from .step import over_amax
 
 
 class Reading(NamedTuple):
-    """The RMS of outputs, of cotangents there, and of weight gradients, in the order of layers."""
+    """RMS of layer outputs, of the gradients there, and of weight gradients, in layer order."""
 
     loss: jax.Array
     activations: dict[str, jax.Array]
@@ -33,7 +33,7 @@ class Reading(NamedTuple):
     weights: dict[str, jax.Array]
 
     def first_not_finite(self) -> str | None:
-        """Name the first value that is not finite: forward order, then backward order."""
+        """Name the first value that is not finite, in forward, then in backward order."""
         values = {f"the output of {path}": x for path, x in self.activations.items()}
         values["the loss"] = self.loss
         for path, x in reversed(self.gradients.items()):
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
 def probe(model: Any, *inputs: Any) -> Reading:
     """Run the loss and its gradient once, and measure every layer."""
     graphdef, params, rest = nnx.split(_unrolled(model), nnx.Param, ...)
-    # Which layers run, and in which order, is known only from a run.
+    # Trace once to learn which layers run, and in which order.
     paths: list[str] = []
     jax.eval_shape(lambda p, r: paths.extend(_loss(p, r, None, graphdef, inputs)[1]), params, rest)
     loss, noted, at_outputs, weights = _measure(params, rest, inputs, graphdef, tuple(paths))
@@ -53,7 +53,7 @@ def probe(model: Any, *inputs: Any) -> Reading:
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
     ]
-    # jit sorts dictionaries by key; here the order is that of the layers.
+    # Restore the layer order, because jit sorts dictionaries by key.
     return Reading(
         loss,
         {path: noted[path] for path in paths},
@@ -98,7 +98,7 @@ def _measure(params, rest, inputs, graphdef, paths):
 def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str, jax.Array]]:
     modules = [(path, module) for path, module in nnx.iter_modules(model) if path]
     names = {id(module): ".".join(map(str, path)) for path, module in modules}
-    # The classes that define what calling the modules does.
+    # The classes that define `__call__` of the modules.
     owners: set[Any] = {
         next((cls for cls in type(module).__mro__ if "__call__" in cls.__dict__), None)
         for _, module in modules
@@ -122,17 +122,17 @@ def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str
 
 
 def _of_whole_logits(self: nn.Readout, x: Any, labels: jax.Array, **options: Any) -> jax.Array:
-    """Call the readout in `nn.Readout.cross_entropy`, so that there are logits to note."""
+    """Replacement of `nn.Readout.cross_entropy` that calls the readout, to record its logits."""
     options.pop("chunk_size", None)
     return ops.softmax_cross_entropy(self(x), labels, **options)
 
 
 def _note(output: Any, name: str, taps: dict[str, jax.Array] | None, noted: dict) -> Any:
-    """Note the first floating array of an output; of a ScaledArray that is its data."""
+    """Record the RMS of an output's first floating array, which is the data of a ScaledArray."""
     leaves, structure = jax.tree.flatten(output)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            while name in noted:  # a layer that is called again, such as shared weights
+            while name in noted:  # a layer that is called again
                 name += "'"
             noted[name] = _rms(jax.lax.stop_gradient(leaf))
             if taps is not None:
@@ -143,7 +143,7 @@ def _note(output: Any, name: str, taps: dict[str, jax.Array] | None, noted: dict
 
 @jax.custom_vjp
 def _tap(x: jax.Array, dummy: jax.Array) -> jax.Array:
-    """Return x; the cotangent of the dummy scalar is the RMS of the cotangent of x."""
+    """Return x. The gradient by the dummy scalar is the RMS of the cotangent of x."""
     return x
 
 
@@ -155,7 +155,7 @@ def _rms(x: jax.Array) -> jax.Array:
 
 
 def plot_loss(folder: Path, *, per: str) -> Path:
-    """Draw `loss.png` from `metrics.jsonl`: training and validation loss by step."""
+    """Plot training and validation loss by step, from `metrics.jsonl`, in `loss.png`."""
     rows = read_metrics(folder / "metrics.jsonl")
     figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=120)
     axes = figure.subplots()
@@ -169,7 +169,7 @@ def plot_loss(folder: Path, *, per: str) -> Path:
 
 
 def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
-    """Draw `rms.png`: the RMS of outputs, of gradients there, and of weight gradients."""
+    """Plot the RMS of outputs, of gradients there, and of weight gradients in `rms.png`."""
     kinds = {
         "activations": "output of each layer",
         "gradients": "gradient at each layer's output",
@@ -181,11 +181,11 @@ def plot_rms(folder: Path, readings: Mapping[str, Reading]) -> Path:
     for axes, (kind, title) in zip(figure.subplots(1, 3), kinds.items(), strict=True):
         for (label, reading), marker in zip(readings.items(), "ox", strict=False):
             values = np.array([*getattr(reading, kind).values()], np.float64)
-            drawn = np.isfinite(values) & (values > 0)  # a log axis has no place for the others
+            drawn = np.isfinite(values) & (values > 0)  # the axis is logarithmic
             axes.plot(values[drawn], np.flatnonzero(drawn), marker, label=label, markersize=5)
         names = list(getattr(first, kind))
         axes.set_xscale("log", base=2)
-        axes.axvline(1.0, color="grey", linewidth=1)
+        axes.axvline(1.0, color="gray", linewidth=1)
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.set(xlabel="RMS", title=title, ylim=(len(names) - 0.5, -0.5))
         axes.legend()

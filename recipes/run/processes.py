@@ -1,4 +1,4 @@
-"""The processes and devices that train a run; only the first process prints and writes."""
+"""Processes and devices that train a run together; only the first process prints and writes."""
 
 import contextlib
 import os
@@ -18,13 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import unitscale
-from unitscale.parallel import (
-    batch_axes,
-    initialize,
-    make_mesh,
-    param_shardings,
-    shard_batch,
-)
+from unitscale.parallel import batch_axes, initialize, make_mesh, param_shardings, shard_batch
 
 from ..config import RunConfig
 from ..errors import RecipeError, complain, told_by
@@ -39,8 +33,8 @@ def joined(
     detect: bool = False,
     heartbeat: int = 100,
 ) -> Iterator[None]:
-    """Join the processes of a run, if there are several, as `unitscale.parallel.initialize`."""
-    # The training loop answers SIGTERM itself, see `StopRequest`.
+    """Connect the processes of a run, if it has several; see `unitscale.parallel.initialize`."""
+    # The training loop handles SIGTERM itself, in `StopRequest`.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         several = initialize(address, count, index, detect=detect, heartbeat=heartbeat)
@@ -54,15 +48,12 @@ def joined(
         if not several:
             raise
         told = told_by(error)
-        # A normal exit would wait for the others, which may be waiting for this one.
-        if told is None:
-            traceback.print_exc()
-        else:
-            complain(str(told))
+        # A normal exit would wait for the other processes, which may wait for this one.
+        traceback.print_exc() if told is None else complain(str(told))
         sys.stdout.flush()
         sys.stderr.flush()
         if is_first():
-            time.sleep(2)  # the others end when it does, even those that still say the same
+            time.sleep(2)  # its exit ends the others: give them time to print their errors
         os._exit(1 if told is None else told.exit_code)
 
 
@@ -71,32 +62,32 @@ def is_first() -> bool:
 
 
 def check_alike(facts: Mapping[str, Any]) -> None:
-    """Raise an error in every process if the processes' facts or versions differ."""
+    """Raise an error in every process if facts or versions differ between processes."""
     own = {"unitscale": unitscale.__version__, "jax": jax.__version__, **facts}
     names, values = list(own), [zlib.crc32(repr(own[name]).encode()) for name in own]
     rows = gathered(np.array(values, np.uint32))
     if differ := [names[column] for column in np.flatnonzero((rows != rows[0]).any(0))]:
         raise RecipeError(
-            "processes: expected the same config, data and versions in all; they differ in "
+            "processes: expected the same config, data and versions in each; they differ in "
             f"{', '.join(differ)}; start every process with the same command and files"
         )
 
 
 def gathered(value: Any) -> np.ndarray:
-    """Stack an array from every process; all have to call it."""
+    """Stack the arrays of all processes, which must all call this function."""
     several = jax.process_count() > 1
     return np.asarray(multihost_utils.process_allgather(value)) if several else value[None]
 
 
 class StopRequest:
-    """Within its block, note the first SIGINT or SIGTERM; a second one acts as usual."""
+    """A context that records the first SIGINT or SIGTERM; a second one acts as usual."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # others get no signals
+        if threading.current_thread() is threading.main_thread():  # only it can handle signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._note)
         return self
@@ -111,7 +102,7 @@ class StopRequest:
         self._previous = {}
 
     def agreed(self, *, logging: bool) -> signal.Signals | None:
-        """The signal to stop at; processes agree on it where they wait for devices anyway."""
+        """Return the signal to stop for; several processes agree on it at log steps."""
         if jax.process_count() == 1:
             return self.signal
         number = int(gathered(np.int32(self.signal or 0)).max()) if logging else 0
@@ -119,11 +110,11 @@ class StopRequest:
 
 
 def open_mesh(config: RunConfig) -> Mesh | None:
-    """The mesh that a config asks for, over all devices; None for one device."""
+    """Make a config's mesh over all devices; return None for a single device."""
     if config.mesh is None:
         if jax.process_count() > 1:
             raise RecipeError(
-                f"mesh: expected one of the {jax.device_count()} devices of all "
+                f"mesh: expected a mesh of the {jax.device_count()} devices of all "
                 f"{jax.process_count()} processes; got null; set mesh.data={jax.device_count()}"
             )
         return None
@@ -134,7 +125,7 @@ def open_mesh(config: RunConfig) -> Mesh | None:
 
 
 def place(state: Any, mesh: Mesh | None) -> Any:
-    """Shard a tree of arrays, equal in all processes, over the mesh."""
+    """Shard a tree of arrays, which is the same in all processes, over the mesh."""
     if mesh is None:
         return state
     shardings = param_shardings(state, mesh)
@@ -144,7 +135,7 @@ def place(state: Any, mesh: Mesh | None) -> Any:
 
 
 def whole(tree: Any) -> Any:
-    """Gather every array of a tree in this process; all processes have to call it."""
+    """Gather every array of a tree in this process; all processes must call this function."""
 
     def own(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable:
@@ -161,12 +152,12 @@ def place_batch(batch: Any, mesh: Mesh | None) -> Any:
 
 
 def over(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Within the block, layers that are traced know the mesh, as under `jax.set_mesh`."""
+    """Make the mesh known to layers that are traced in the block, as `jax.set_mesh` does."""
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh)
 
 
 def divided(batch: Any, mesh: Mesh | None) -> Any:
-    """Inside a compiled function, the arguments of the loss with their sharding constraints."""
+    """Return the loss's arguments with sharding constraints, in a compiled function."""
     if mesh is None:
         return batch
     inputs = loss_inputs(batch)
@@ -181,7 +172,7 @@ def divided(batch: Any, mesh: Mesh | None) -> Any:
 
 
 def on_mesh(step: Callable[..., Any], state: Any, mesh: Mesh | None) -> Callable[..., Any]:
-    """Compile the step `(state, batch, ...) -> (state, values)` for a mesh; its state stays put."""
+    """Compile `step(state, batch, ...)` for a mesh; the state keeps its sharding."""
     if mesh is None:
         return step
 

@@ -1,4 +1,4 @@
-"""The state of training: number formats, optimizer, creation, and restored checkpoints."""
+"""The training state: number formats, optimizer, initialization, and restored checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -37,9 +37,9 @@ Run = TypeVar("Run", bound=RunConfig)
 
 
 def make_policy(precision: PrecisionConfig) -> nn.Policy:
-    """The policy of layers; with a monitor, one whose matmuls count what saturates.
+    """Make the policy of layers; with a monitor, its matmuls count elements that saturate.
 
-    `Static` scales that nothing moves are 1, as under `Unit`: the numbers are the same.
+    For counting, scales are `Static` instead of `Unit`. Both are 1, so results do not change.
     """
     policy = nn.as_policy(precision.policy)
     if precision.readout == "gradients":
@@ -51,33 +51,33 @@ def make_policy(precision: PrecisionConfig) -> nn.Policy:
 
 
 def scalified(precision: PrecisionConfig | None, f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under `unitscale.scalify`, where the config asks for it; so for the others."""
+    """Apply `unitscale.scalify` to a function if the config asks for it."""
     return scalify(f) if precision and precision.scalify else f
 
 
 def scaled(precision: PrecisionConfig | None, tree: Any) -> Any:
-    """Floating arrays as ScaledArrays of the format of scalify."""
+    """Convert floating arrays to ScaledArrays in scalify's format, if the config asks for it."""
     if not precision or not precision.scalify:
         return tree
     return as_scaled(tree, dtype=jnp.dtype(precision.scalify))
 
 
 def fed(precision: PrecisionConfig | None, batch: Any) -> Any:
-    """A batch as a scalified program takes it: floating arrays are at unit size as they are."""
+    """Convert a batch, whose floating arrays are near 1, to ScaledArrays of scale 1 for scalify."""
     if not precision or not precision.scalify:
         return batch
     return as_scaled(batch, 1, jnp.dtype(precision.scalify))
 
 
 def plain(precision: PrecisionConfig | None, tree: Any) -> Any:
-    """The values of a scalified program's tree, as float32 arrays."""
+    """Convert the ScaledArrays of a scalified program to float32 arrays."""
     return to_array(tree) if precision and precision.scalify else tree
 
 
 def watch_overflow(
     config: RunConfig, graphdef: nnx.GraphDef, state: Any, say: Callable[[str], None]
 ) -> tuple[Any, dict[str, float]]:
-    """The state with scales moved if asked for, and shares of saturated elements by tensor."""
+    """Return the state, rebalanced if the config asks for it, and saturated shares by tensor."""
     if config.precision.monitor is None:
         return state, {}
     monitor = OverflowMonitor(limit=config.precision.monitor)
@@ -89,7 +89,7 @@ def watch_overflow(
     if moved:
         others = nnx.filter_state(state.rest, nnx.Not(AmaxState))
         rest = nnx.merge_state(nnx.state(model, AmaxState), others)
-        # Where the old arrays were, as the compiled step expects.
+        # On the devices of the old arrays, as the compiled step expects.
         rest = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), rest, state.rest)
         state = state._replace(rest=rest)
     return state, shares
@@ -100,15 +100,15 @@ def _name(entry: Overflow) -> str:
 
 
 def formats(config: RunConfig) -> dict[str, Any]:
-    """The keys that decide the format of a run's state, as JSON values."""
+    """Return the keys that determine the formats of a run's state, as JSON values."""
     precision = config.precision.model_dump(mode="json")
     return {"precision": precision, "skip_nonfinite": config.optimizer.skip_nonfinite}
 
 
 def with_formats(config: RunConfig, facts: dict[str, Any]) -> RunConfig:
-    """The config in the formats that a checkpoint was saved in, as its facts say."""
+    """Return the config with the formats in which a checkpoint, described by facts, was saved."""
     saved = facts.get("formats", {})
-    if "precision" not in saved:  # of an earlier version, whose runs go on in their own formats
+    if "precision" not in saved:  # of an earlier version, which could not convert formats
         return config
     precision = PrecisionConfig.model_validate(saved["precision"])
     optimizer = config.optimizer.model_copy(update={"skip_nonfinite": saved["skip_nonfinite"]})
@@ -116,7 +116,7 @@ def with_formats(config: RunConfig, facts: dict[str, Any]) -> RunConfig:
 
 
 def convert(state: Any, written: RunConfig, config: RunConfig, optimizer: Any, like: Any) -> Any:
-    """The state of a run in the formats of another config; values are rounded once."""
+    """Convert the state of the config `written` to the formats of `config`, rounding once."""
     source, target = plain(written.precision, state), plain(config.precision, like)
     params = to_array(source.params, jnp.float32)
     if isinstance(optimizer, optim.ScaledTransformation):
@@ -137,7 +137,7 @@ def convert(state: Any, written: RunConfig, config: RunConfig, optimizer: Any, l
 
 
 def _carried(source: Any, target: Any) -> Any:
-    """Copy matching entries from `source`; scales of another strategy match none."""
+    """Copy matching entries from `source`, except scales of another strategy."""
     known = dict(jax.tree_util.tree_leaves_with_path(source, is_leaf=is_amax))
 
     def entry(path: Any, leaf: Any) -> Any:
@@ -153,13 +153,13 @@ def is_amax(node: Any) -> bool:
     return isinstance(node, QuantState)
 
 
-# Hidden kernels then do best at about the learning rate that is best for Adam, which moves the
-# other roles. Plain models have about 0.02 of the weights' own spectral norm.
+# With this RMS, Muon's best learning rate for hidden kernels is about that of Adam for the rest.
+# Plain models use about 0.02 of the weights' own spectral norm.
 _MUON_RMS = 2.0**-5
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step: linear warm-up from 0, then down to `final_fraction`."""
+    """Make the schedule: linear warm-up from 0, then decay to `final_fraction` of the peak."""
     peak, warmup = config.learning_rate, config.warmup_steps
     last = peak * config.final_fraction
     falling = {
@@ -174,7 +174,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def updates_done(opt_state: optax.OptState) -> jax.Array:
-    """Updates so far, as the schedule counts them: a step that was left out is none."""
+    """Return the number of updates so far, without skipped steps, from the schedule's state."""
 
     def is_schedule(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
@@ -186,10 +186,10 @@ def updates_done(opt_state: optax.OptState) -> jax.Array:
 def make_optimizer(
     config: RunConfig, params: Any
 ) -> optax.GradientTransformation | optim.ScaledTransformation:
-    """The update rule with clipping, schedule and weight decay, in the formats of the config."""
+    """Make a config's optimizer: update rule, clipping, schedule, weight decay, and formats."""
     settings, precision = config.optimizer, config.precision
     schedule = make_schedule(settings, config.train.steps)
-    # Vectors have no weight decay, also where layers are stacked.
+    # Vectors have no weight decay; stacked layers have one more axis.
     decays = jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf.ndim - _is_stacked(path) >= 2, params, is_leaf=is_scaled
     )
@@ -220,8 +220,7 @@ def make_optimizer(
     if settings.clip_norm is not None:
         chain.insert(0, optax.clip_by_global_norm(settings.clip_norm))
     if settings.umup and settings.weight_decay:
-        # After the learning rates: the share of a weight that a step removes depends on neither
-        # them nor the schedule.
+        # Last in the chain, so that the decay does not depend on learning rates or the schedule.
         chain.append(optim.independent_weight_decay(settings.weight_decay, decays))
     if not precision.scaled_state:
         return optax.chain(*chain)
@@ -242,17 +241,17 @@ def _is_stacked(path: Any) -> bool:
 
 
 class Skips(NamedTuple):
-    """Steps left out, as their loss or gradient was not finite: in all, and since a good one."""
+    """Counts of skipped steps, whose loss or gradient was not finite."""
 
     total: jax.Array
     in_a_row: jax.Array
 
 
 class LossScale(NamedTuple):
-    """A loss scale: a step whose gradient is not finite halves it, and 2000 others double it."""
+    """A dynamic loss scale: halved when gradients are not finite, doubled after 2000 good steps."""
 
     value: jax.Array
-    good: jax.Array  # finite steps since it last changed
+    good: jax.Array  # good steps since the value last changed
 
     @classmethod
     def create(cls) -> Self:
@@ -266,19 +265,19 @@ class LossScale(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """All that a step changes: parameters, other model state (PRNG), optimizer, steps done."""
+    """Everything that a step changes; `rest` is model state such as PRNG keys and amax."""
 
     params: nnx.State
     rest: nnx.State
     opt_state: optax.OptState
     step: jax.Array
-    auto: AutoScale | None = None  # of gradients that are exchanged in FP8
-    skips: Skips | None = None  # where steps may be left out
-    loss_scale: LossScale | None = None  # of one that follows the gradients
+    auto: AutoScale | None = None  # if gradients are exchanged in FP8
+    skips: Skips | None = None  # if steps may be skipped
+    loss_scale: LossScale | None = None  # if it is dynamic
 
 
 def build_model(config: RunConfig) -> nnx.Module:
-    """The model of a config, with the policies that single layers have."""
+    """Build the model of a config, and set the policies of single layers."""
     model = recipe_of(config).build(config)
     try:
         nn.set_policies(model, config.precision.layers)
@@ -287,10 +286,8 @@ def build_model(config: RunConfig) -> nnx.Module:
     return model
 
 
-def init_state(
-    config: RunConfig,
-) -> tuple[nnx.GraphDef, optax.GradientTransformation, TrainState]:
-    """The model's structure, its optimizer, and the state before the first step."""
+def init_state(config: RunConfig) -> tuple[nnx.GraphDef, optax.GradientTransformation, TrainState]:
+    """Return the model's graphdef, its optimizer, and the state before the first step."""
     graphdef, params, rest = nnx.split(build_model(config), nnx.Param, ...)
     optimizer = make_optimizer(config, params)
     if isinstance(optimizer, optim.ScaledTransformation):
@@ -313,7 +310,7 @@ def restore(
     mesh: Mesh | None,
     say: Callable[[str], None],
 ) -> Restored | None:
-    """The newest whole checkpoint of a run, in the formats and over the mesh of its config."""
+    """Read the newest complete checkpoint, in the formats and over the mesh of the config."""
 
     def written(facts: dict[str, Any]) -> RunConfig | None:
         config_then = with_formats(config, facts)
@@ -326,14 +323,14 @@ def restore(
     restored = checkpoints.restore(like, say)
     if restored is None or (other := written(restored.facts)) is None:
         return restored
-    say(f"the checkpoint of step {restored.step} has other formats than the run; converting it")
+    say(f"converting the checkpoint of step {restored.step} to this config's formats")
     _, optimizer, first = init_state(config)
     converted = convert(restored.state, other, config, optimizer, first)
     return restored._replace(state=place(converted, mesh))
 
 
 def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:
-    """The model of a run, from its newest whole checkpoint; nothing on disk is changed."""
+    """Load a run's newest complete checkpoint, without changing anything on disk."""
     graphdef, restored = load_checkpoint(config, say)
     return graphdef, restored.state
 
@@ -362,12 +359,12 @@ def take_weights(
     needed: Collection[str] | None = None,
     wanted: Collection[str] = (),
 ) -> None:
-    """Set parameters to a run's: those of the parts `needed` (None: all), and any `wanted`."""
-    # Values are read from the disk even if the caller traces, such as for shapes alone.
+    """Copy a run's parameters to parts of a model: `needed` (None: all), `wanted` if present."""
+    # Load arrays even if the caller is tracing, for example to get shapes.
     with jax.ensure_compile_time_eval():
         _, state = load_trained(run, lambda message: None)
-        # Uncommitted to a device, like new arrays: a step whose inputs are committed in part
-        # returns all of them committed, and compiles again for its results.
+        # As NumPy arrays, not committed to a device: a step with some committed inputs returns
+        # only committed results, and would compile again for them.
         trained = nnx.to_flat_state(state.params)
         found = {path: np.asarray(to_array(leaf.get_value())) for path, leaf in trained}
     own = nnx.state(model, nnx.Param)
@@ -378,7 +375,7 @@ def take_weights(
         if must and shape != value.shape:
             raise RecipeError(
                 f"init: the weights in {run_folder(run)} do not fit: expected "
-                f"{'.'.join(map(str, path))} {value.shape}, the run has {shape}; give the run of a "
+                f"{'.'.join(map(str, path))} {value.shape}; the run has {shape}; give the run of a "
                 "model of this shape"
             )
         if must or (path in found and path[0] in wanted):
@@ -387,7 +384,7 @@ def take_weights(
 
 
 def with_kept_tokenizer(config: Run, *, needed: bool = False) -> Run:
-    """A config with the tokenizer in its run's folder, if an earlier start left one."""
+    """Return the config with the tokenizer stored in its run's folder, if there is one."""
     data, file = config.data, run_folder(config) / TOKENIZER_FILE
     if not isinstance(data, DataConfig) or data.tokenizer.kind == "byte":
         return config

@@ -1,4 +1,4 @@
-"""The compiled steps of training and evaluation, and the loop over them."""
+"""Compiled training and evaluation steps, and the loop over them."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ from .processes import divided, over
 from .state import Skips, TrainState, fed, init_state, is_amax, plain, scaled, scalified
 
 OPTIMIZER = "optimizer"
-"""The scope of what the update of parameters and optimizer state makes, in a compiled step."""
+"""Name scope of the optimizer's operations in a compiled step."""
 
 
 def make_train_step(
@@ -34,10 +34,10 @@ def make_train_step(
     *,
     mesh: Mesh | None = None,
 ):
-    """The compiled step `(state, batch, index) -> (state, metrics)`; it reuses the state's memory.
+    """Compile a step `(state, batch, index) -> (state, metrics)`, which donates the state.
 
-    Where the steps done are not `index`, or the loss or a gradient is not finite, the state comes
-    back as it went in, or with the step counted if the config or a loss scale leaves it out.
+    The state is returned unchanged if `state.step` is not `index`, or if loss or gradient are not
+    finite; in the second case the step is counted if the config or the loss scale skips it.
     """
     precision = PrecisionConfig() if config is None else config.precision
     micro_batches = 1 if config is None else config.data.micro_batches
@@ -46,7 +46,7 @@ def make_train_step(
     def loss_and_rest(params, amax, rest, batch, scale):
         model = nnx.merge(graphdef, params, amax, rest, copy=True)
         loss = model.loss(*loss_inputs(batch), deterministic=False)
-        rest = nnx.state(model, nnx.Not((nnx.Param, AmaxState)))  # the PRNG has moved on
+        rest = nnx.state(model, nnx.Not((nnx.Param, AmaxState)))  # with advanced PRNG counts
         return loss if scale is None else loss * scale, (loss, rest)
 
     by_params_and_amax = value_and_grad(loss_and_rest, argnums=(0, 1), has_aux=True)
@@ -77,7 +77,7 @@ def make_train_step(
         loss, rest, grads, seen, auto = differentiate(
             state.params, amax, rest, batch, scale, state.auto
         )
-        # Scales that follow amax: their gradient is what this step saw (see unitscale.quant).
+        # The gradient of delayed scales is the amax seen in this step (see unitscale.quant).
         amax = jax.tree.map(lambda own, new: own.add(new).advance(), amax, seen, is_leaf=is_amax)
         rest = nnx.merge_state(amax, rest)
         norm = optax.tree.norm(grads)
@@ -113,12 +113,12 @@ def make_train_step(
 
 
 def _accumulated(compute: Any, parts: int, axes: tuple[str, ...]):
-    """Differentiates the losses of micro-batches one after another; gradients are averaged."""
+    """Wrap `compute` to run on micro-batches one after another, averaging their gradients."""
 
     def accumulate(params, amax, rest, batch, scale):
-        # Cotangents are those of the whole batch, if each part counts as that.
+        # The loss of a part counts 1 / parts, so that cotangents are those of the whole batch.
         share = (1.0 if scale is None else scale) / parts
-        # Rows are dealt out in turn, so that devices keep theirs.
+        # Part i takes rows i, i + parts, ..., so that rows stay on their devices.
         batches = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
         def one(rest, batch):
@@ -133,28 +133,28 @@ def _accumulated(compute: Any, parts: int, axes: tuple[str, ...]):
         _, shapes = jax.eval_shape(one, rest, jax.tree.map(lambda x: x[0], batches))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         (rest, (loss, grads, seen)), _ = lax.scan(add, (rest, zeros), batches)
-        # Amax statistics count as they are: see `unitscale.quant.QuantState`.
+        # Amax statistics are summed, not averaged: see `unitscale.quant.QuantState`.
         return loss / parts, rest, jax.tree.map(lambda g: g / parts, grads), seen
 
     return accumulate
 
 
-# Of layers that are stacked, each has a key.
+# Vectorized, because stacked layers have one key each.
 _fold_in = jnp.vectorize(jax.random.fold_in, excluded={1})
 
 
 def _exchanged(compute: Any, mesh: Mesh, dtype: str):
-    """Each device differentiates the loss of its share of the batch; gradients are averaged."""
+    """Wrap `compute` to run on each device's share of the batch; average gradients in `dtype`."""
     axes, whole = batch_axes(mesh), PartitionSpec()
     parts = math.prod(mesh.shape[axis] for axis in axes)
 
     def local(params, amax, rest, batch, scale, auto):
-        # Dropout is another on every device; the keys that come back are the same.
+        # Dropout differs between devices, so keys are folded with the device's index.
         keys, counts = nnx.split_state(rest, nnx.RngKey, ...)
         device = lax.axis_index(axes)
         own = jax.tree.map(lambda key: _fold_in(key, device), keys)
         rest = nnx.merge_state(own, counts)
-        # Cotangents are those of one device with all of the batch, if each part counts as that.
+        # A device's loss counts 1 / parts, so that cotangents are those of the whole batch.
         share = (1.0 if scale is None else scale) / parts
         with batch_over(axes):
             loss, rest, grads, seen = compute(params, amax, rest, batch, share)
@@ -166,7 +166,7 @@ def _exchanged(compute: Any, mesh: Mesh, dtype: str):
         rest, seen = nnx.merge_state(keys, counts), lax.psum(seen, axes)
         return lax.pmean(loss, axes), rest, grads, seen, auto
 
-    # Unchecked, so that gradients of replicated parameters stay those of this device.
+    # check_vma would sum the gradients of replicated parameters over devices.
     return jax.shard_map(
         local,
         mesh=mesh,
@@ -192,7 +192,7 @@ def advance(
     stop: int,
     watch: Watch | None = None,
 ) -> TrainState:
-    """Do the steps from `start` to `stop`; `watch` returns the state to go on with, or None."""
+    """Run steps `start` to `stop`; `watch` returns the state to continue with, or None to stop."""
     for index in range(start, stop):
         batch = next(batches)
         state, values = step(state, batch, np.int32(index))
@@ -205,7 +205,7 @@ def advance(
 
 
 def abstract_step(config: RunConfig) -> tuple[nnx.GraphDef, Any, tuple[Any, ...]]:
-    """The model's structure, its step, and the shapes that the step takes; nothing is allocated."""
+    """Return the model's graphdef, its step, and shapes of the step's arguments, without arrays."""
     made: list[Any] = []
 
     def begin() -> TrainState:
@@ -220,7 +220,7 @@ def abstract_step(config: RunConfig) -> tuple[nnx.GraphDef, Any, tuple[Any, ...]
 
 
 def make_loss(graphdef: nnx.GraphDef, *, deterministic: bool = True) -> Callable[..., jax.Array]:
-    """The loss of a model as a function `(params, rest, batch) -> float32 scalar`."""
+    """Make a model's loss a function `(params, rest, batch) -> float32 scalar`."""
 
     def loss(params: Any, rest: Any, batch: Any) -> jax.Array:
         model: Any = nnx.merge(graphdef, params, rest, copy=True)
@@ -230,7 +230,7 @@ def make_loss(graphdef: nnx.GraphDef, *, deterministic: bool = True) -> Callable
 
 
 def over_amax(loss: Callable[..., Any], rest: Any) -> tuple[Any, Callable[..., Any]]:
-    """Make delayed scales an argument, so that they are updated: the scales, and the loss."""
+    """Return delayed scales, and the loss as a function of them, to differentiate by both."""
     amax, others = nnx.split_state(rest, AmaxState, ...)
     return amax, lambda params, amax, *args: loss(params, nnx.merge_state(amax, others), *args)
 
@@ -238,7 +238,7 @@ def over_amax(loss: Callable[..., Any], rest: Any) -> tuple[Any, Callable[..., A
 def make_evaluation(
     graphdef: nnx.GraphDef, precision: PrecisionConfig | None = None, *, mesh: Mesh | None = None
 ) -> Callable[..., jax.Array]:
-    """The compiled loss of one batch, dropout off: `(params, rest, batch) -> float32 scalar`."""
+    """Compile the loss without dropout: `(params, rest, batch) -> float32 scalar`."""
     loss = make_loss(graphdef)
 
     @jax.jit
@@ -251,7 +251,7 @@ def make_evaluation(
 
 
 def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterable) -> float:
-    """Mean loss over batches of one size, in nats; waits for the device once."""
+    """Average the loss, in nats, over batches of equal size; waits for the device once."""
     losses = [evaluate(params, rest, batch) for batch in batches]
     return float(jnp.mean(jnp.stack(losses)))
 
@@ -259,7 +259,7 @@ def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterabl
 def predict(
     model: nnx.Module, batches: Iterable[tuple[Any, ...]], precision: PrecisionConfig | None = None
 ) -> np.ndarray:
-    """Concatenated float32 outputs of a model for the inputs of all batches, dropout off."""
+    """Run a model without dropout on all batches, and concatenate its outputs in float32."""
     graphdef, state = nnx.split(model)
     state = scaled(precision, state)
 

@@ -1,4 +1,4 @@
-"""Models whose gradients are right, and models broken on purpose with the ops that break them."""
+"""Models with correct gradients, and models that are broken on purpose, with the guilty ops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def loss_of(h: Any) -> jax.Array:
 
 
 def beside(layer: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """The layer on a value that another path to the loss starts from too."""
+    """A layer whose input also reaches the loss on another path."""
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
         h = ops.dense(x, p["c"])
@@ -120,7 +120,7 @@ def functional(loss: Callable[..., jax.Array]) -> Callable[[], Model]:
 
 
 def fp8_readout(p: Any, x: jax.Array) -> jax.Array:
-    """Its gradients of logits are dithered, as are the cotangents of the product before."""
+    """A model with dithered gradients of logits and dithered cotangents of a matmul."""
     h = ops.dense(x, p["c"], config=quant.MatmulConfig(dither=True))
     return ops.readout_cross_entropy(h, p["b"].T, IDS % 6, config=quant.MatmulConfig())
 
@@ -138,7 +138,7 @@ def module(make: Callable[[nnx.Rngs], Any]) -> Callable[[], Model]:
 
 
 def beside_experts(activation: Callable[..., Any]) -> Callable[[], Model]:
-    """An activation beside a mixture, whose products loop as often as the router tells."""
+    """An activation next to a mixture of experts, whose matmuls loop over the router's groups."""
 
     def model() -> Model:
         graphdef, params, rest = nnx.split(

@@ -1,4 +1,4 @@
-"""What every analysis says of functions that it can do nothing with, and does to none of them."""
+"""Errors of every analysis for functions that it cannot handle."""
 
 import jax
 import jax.numpy as jnp

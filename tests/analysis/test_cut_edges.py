@@ -1,4 +1,4 @@
-"""Bridges against their definition, and the cut edges of programs worked out by hand."""
+"""Bridges against their definition, and cut edges of programs against hand-made results."""
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def test_text_lists_both_kinds_and_layers() -> None:
 
 
 def test_scaled_arrays_and_dead_ends() -> None:
-    """Of a ScaledArray the data is differentiated; nothing is where no gradient flows."""
+    """Only data of a ScaledArray has a gradient; values without a gradient are not analyzed."""
     w = as_scaled(jnp.full((2, 2), 8.0))
     found = cut_edges(lambda w, x: ops.dense(x, w["k"]).value, {"k": w}, W)
     assert [i.name for i in found.inputs] == ["[0]['k'].data", "[1]"]

@@ -1,4 +1,4 @@
-"""A program without its rounding is the program that computes in float64."""
+"""Programs without rounding compute the same as in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,6 @@ def test_a_rule_of_integers_too_is_kept() -> None:
 
 
 def test_dithering_has_no_derivative() -> None:
-    """Only the function itself is an identity, and not what differentiation leaves of it."""
     closed = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(dithered(x, 2))))(X.astype(np.float32))
     with jax.enable_x64(True):
         np.testing.assert_array_equal(evaluate(closed, X)[0], 0 * X)

@@ -1,4 +1,4 @@
-"""Simulation against every closed form of `rules`, and worked examples of ops that have none."""
+"""Simulated factors against the closed forms of `rules`, and examples of ops without one."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""No false alarm, no miss, and the guilty op named: on models right and broken on purpose."""
+"""`check_gradients` on correct and broken models: no false alarms, and the guilty op is named."""
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def test_the_data_of_scaled_parameters_is_checked() -> None:
 
 
 def summed(function, slope):
-    """A sum of a function of numbers, whose own rule gives all of them one slope."""
+    """A sum of a function whose custom rule gives all numbers the same slope."""
     own = jax.custom_vjp(function)
     own.defvjp(lambda x: (function(x), None), lambda _, g: (g * slope,))
     return lambda x: jnp.sum(own(x))
@@ -90,7 +90,7 @@ def summed(function, slope):
     ],
 )
 def test_what_is_not_finite_is_told_and_hides_nothing(first, verdict) -> None:
-    """Zeros, where norms and roots have no derivative."""
+    """At zero, norms and roots have no derivative."""
     params = {"a": jnp.zeros(3), "b": WEIGHTS["c"], "c": WEIGHTS["c"], "d": WEIGHTS["d"]}
 
     def loss(p, x):
@@ -105,7 +105,7 @@ def test_what_is_not_finite_is_told_and_hides_nothing(first, verdict) -> None:
 
 
 def test_weights_on_inputs_of_several_sizes() -> None:
-    """As of one encoder for queries and documents: each call would have a constant of its own."""
+    """For example an encoder for queries and documents: each call would have its own constant."""
     short = X[:2]
 
     def encode(p, x):

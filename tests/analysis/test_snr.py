@@ -1,4 +1,4 @@
-"""The integral over the grid against draws that are rounded one by one."""
+"""The computed signal-to-noise ratio against samples that are rounded."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The statistics of a program's values against those taken one by one in NumPy, and their plot."""
+"""Statistics of a program's values against NumPy, and the plot of these."""
 
 import io
 import math

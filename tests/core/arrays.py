@@ -1,4 +1,4 @@
-"""ScaledArrays of every data type and kind of scale, and their values in float64."""
+"""ScaledArrays of every dtype and kind of scale, and their values in float64."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ SHAPE = (4, 6)
 
 
 def stored(x: Any, dtype: str) -> jax.Array:
-    """An array of JAX that NumPy has rounded: to cast with `jnp` compiles a program."""
+    """Make a JAX array by casting in NumPy, because casting with `jnp` compiles a program."""
     return jnp.asarray(np.asarray(x, np.float32).astype(jnp.dtype(dtype)))
 
 
 def scale_of(kind: str) -> dict[str, Any]:
-    """Arguments of ScaledArray for data of SHAPE."""
+    """Make arguments of ScaledArray for data of shape SHAPE."""
     powers = 2.0 ** np.arange(-3, 3)
     return {
         "none": {"scale": None},
@@ -33,14 +33,14 @@ def scale_of(kind: str) -> dict[str, Any]:
 
 
 def make(kind: str, dtype: str, seed: int = 0) -> ScaledArray:
-    """Data away from zero, so that quotients stay in range."""
+    """Draw data away from zero, so that quotients stay in range."""
     x = np.random.default_rng(seed).uniform(0.5, 2, SHAPE)
     sign = np.random.default_rng(seed + 1).choice([-1, 1], SHAPE)
     return ScaledArray(stored(x * sign, dtype), **scale_of(kind))
 
 
 def exact(x: Any) -> np.ndarray:
-    """The value in float64, from data and scale."""
+    """Return the value in float64, from data and scale."""
     if not isinstance(x, ScaledArray):
         return np.asarray(x).astype(np.float64)
     scale = x.scale
@@ -55,13 +55,13 @@ def exact(x: Any) -> np.ndarray:
 
 
 def eps(*dtypes: str) -> float:
-    """Rounding error of a result: the coarsest of the types, 8 bits giving bfloat16."""
+    """Return the epsilon of the coarsest dtype; 8-bit data gives bfloat16 results."""
     wide = [t if np.dtype(jnp.dtype(t)).itemsize > 1 else "bfloat16" for t in dtypes]
     return float(format_of(jnp.result_type(*wide)).eps)
 
 
 def assert_close(got: Any, expected: np.ndarray, eps: float, of: float | None = None) -> None:
-    """Within one rounding of each element, or of the largest term ``of``."""
+    """Check that arrays agree within one rounding of each element, or of the largest term `of`."""
     got, expected = exact(got), np.asarray(expected, np.float64)
     assert got.shape == expected.shape, (got.shape, expected.shape)
     size = np.abs(expected) if of is None else of

@@ -1,7 +1,7 @@
-"""Reference arithmetic for formats: every value of a format as float64, and rounding to them.
+"""Reference arithmetic of formats: all values of a format in float64, and rounding to these.
 
-Written from the definition of a binary floating-point format, without ml_dtypes' or XLA's casts,
-so that it is an independent reference for both (ml_dtypes rounds float64 to 8 bits twice).
+It follows the definition of floating-point formats without using casts of ml_dtypes or XLA, as a
+reference for both. (ml_dtypes rounds float64 to 8 bits twice.)
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Bits of a format, and what its largest exponent holds."""
+    """The bits of a format, and the meaning of its largest exponent."""
 
     exponent_bits: int
     mantissa_bits: int
@@ -25,7 +25,7 @@ class Layout:
 
     @functools.cache  # noqa: B019 (the layouts are few and live as long as the tests)
     def values(self) -> np.ndarray:
-        """Every value that is not negative, ascending."""
+        """All values that are not negative, ascending."""
         exponents = 2**self.exponent_bits - (self.top == "ieee")
         mantissas = 2**self.mantissa_bits
         numbers = [
@@ -58,13 +58,13 @@ LAYOUTS = {
 
 
 def neighbours(x: np.ndarray, grid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the grid values at or below and at or above each magnitude within the grid."""
+    """Return the indices of the grid values on both sides of each magnitude."""
     below = np.searchsorted(grid, x, "right") - 1
     return below, np.minimum(below + (grid[below] < x), len(grid) - 1)
 
 
 def nearest(x: np.ndarray, layout: Layout, saturate: bool = True) -> np.ndarray:
-    """Rounds float64 (or narrower) to the nearest value of a layout, ties to even codes."""
+    """Round float64 (or narrower) to the nearest value of a layout, ties to even codes."""
     x = np.asarray(x, np.float64)
     grid = layout.values()
     # One more value than the largest, as if the exponent went on: it decides what overflows.
@@ -81,7 +81,7 @@ def nearest(x: np.ndarray, layout: Layout, saturate: bool = True) -> np.ndarray:
 
 
 def probes(layout: Layout, dtype: type, seed: int = 0) -> np.ndarray:
-    """Values where rounding is decided, with random bit patterns and the special values."""
+    """Return values at which rounding changes, random bit patterns, and special values."""
     grid = layout.values()
     middle = (grid[1:] + grid[:-1]) / 2
     edge = [grid[-1] + (grid[-1] - grid[-2]) * k / 4 for k in range(1, 9)]

@@ -1,4 +1,4 @@
-"""Operators of ScaledArray, and the scales they choose, against NumPy in float64."""
+"""Operators of ScaledArray and the scales of their results, against NumPy in float64."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ KINDS_3 = ["none", "tensor", "block"]
 
 
 def assert_arithmetic(name: str, got: ScaledArray, left, right, tolerance: float) -> None:
-    """A sum may be off by the tolerance of its terms, any other result by that of itself."""
+    """Return the tolerance: for sums relative to the terms, for other results to themselves."""
     x, y = exact(left), exact(right)
     assert isinstance(got, ScaledArray)
     terms = np.abs(x) + np.abs(y) if name in ("add", "sub") else None
@@ -161,7 +161,7 @@ def test_matmul() -> None:
 )
 @pytest.mark.parametrize("contracted", [False, True], ids=["outer", "contracted"])
 def test_scales_of_a_product(left, right, contracted: bool) -> None:
-    """Scales along the other axes stay out of the product; along the contraction they cannot."""
+    """Only scales along the contracted axis enter the matmul."""
 
     def array(dims, axis, seed):
         rng = np.random.default_rng(seed)
@@ -281,7 +281,7 @@ def test_identities(x: ScaledArray, y: ScaledArray) -> None:
     ],
 )
 def test_scales_stay_within_float32(name: str, operation, exponents) -> None:
-    """What does not fit into the scale moves into data, exactly: nothing becomes NaN."""
+    """What would overflow the scale is moved into data exactly, without NaN."""
     data = np.array([1, -1, 0.5, 1]), np.array([1, 1, 0.25, -0.25])
     scales = [np.float64(2) ** e for e in exponents]
     pairs = [(jnp.float32(d), jnp.float32(s)) for d, s in zip(data, scales, strict=True)]
@@ -333,7 +333,7 @@ def test_no_scale_prunes_the_program() -> None:
 
 
 class TestGradient:
-    """Cotangents live in data space: the ordinary derivative, with scales held constant."""
+    """Cotangents are those of data: ordinary derivatives with constant scales."""
 
     WEIGHT = np.random.default_rng(7).standard_normal((4, 6)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""Static factors, custom_vjp, gradients by value, and how functions of JAX take ScaledArrays."""
+"""Static factors, custom_vjp, gradients by value, and JAX functions on ScaledArrays."""
 
 import operator
 from functools import partial
@@ -76,7 +76,7 @@ class TestScale:
 
 @partial(custom_vjp, nondiff_argnums=(1,))
 def _triple(x, factor):
-    """Three times."""
+    """Return three times x."""
     return 3 * x
 
 
@@ -106,7 +106,7 @@ class TestCustomVjp:
             differentiate(lambda x: _triple(x, 2.0), jnp.ones(2))
 
     def test_arguments_that_vary_over_different_devices(self) -> None:
-        """Inside shard_map the gradient of what is replicated is summed, as JAX does by itself."""
+        """Inside shard_map gradients of replicated arguments are summed, as in JAX."""
         mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
         @custom_vjp
@@ -225,7 +225,7 @@ def test_a_scan_has_constants_then_what_it_carries(carried: int) -> None:
 
 
 def test_operators_of_arrays_leave_the_answer_to_a_scaled_array() -> None:
-    """Operators that ScaledArray has keep the scale; others, and functions, take its value."""
+    """Operators of ScaledArray keep the scale; others, and functions, use the value."""
     array, x = jnp.asarray([3.0, 5.0]), ScaledArray(jnp.ones(2), 2.0)
     for op in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow):
         for found in (op(array, x), jax.jit(op)(array, x)):

@@ -1,4 +1,4 @@
-"""Trees of ScaledArrays: conversion, other scales for the same values, statistics, export."""
+"""Trees of ScaledArrays: conversion, rescaling, statistics, export."""
 
 import functools
 import itertools
@@ -197,7 +197,7 @@ class TestRebalance:
         np.testing.assert_array_equal(y.value, [4] * 4)
 
     def test_a_scale_stays_within_float32(self) -> None:
-        """What it has no room for stays in the data."""
+        """What the scale cannot hold stays in the data."""
         for size in (2.0**100, 2.0**-100):
             y = rebalance(ScaledArray(jnp.array([0.0, 1.0]), size), size)
             assert 2.0**-126 <= float(y.scale) <= 2.0**127
@@ -207,7 +207,7 @@ class TestRebalance:
 
     @pytest.mark.parametrize("shape", [(2,), (2, 1)])
     def test_the_largest_numbers_are_kept(self, shape: tuple[int, ...]) -> None:
-        """The inverse of 2^127 is subnormal, and XLA multiplies by it in place of a division."""
+        """XLA divides by multiplying with the inverse, and the inverse of 2^127 is subnormal."""
         x = jnp.array([3e38, 1e38]).reshape(shape)
         ways = {s: functools.partial(rebalance, s=s) for s in (2.0**126, 2.0**127, 1.7 * 2.0**126)}
         ways |= {s: functools.partial(rescale, strategy=s) for s in ("rms", "amax", "mse")}
@@ -323,11 +323,11 @@ class TestStatistics:
 
 
 class TestExport:
-    """Programs on ScaledArrays, written to bytes and read again."""
+    """Programs on ScaledArrays, exported to bytes and read again."""
 
     @pytest.mark.slow
     def test_a_scalified_program_of_any_batch(self) -> None:
-        """A dimension that is left open has no number while tracing."""
+        """A symbolic dimension has no number during tracing."""
         dtype = jnp.float16
         (batch,) = export.symbolic_shape("batch")
         rng = np.random.default_rng(0)

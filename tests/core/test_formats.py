@@ -124,7 +124,7 @@ def samples() -> np.ndarray:
 
 
 def rounded(x: float, mode: str) -> float:
-    """Rounds with fractions, saturating at 2**127."""
+    """Round to a power of two with Python's fractions, saturating at 2**127."""
     if x == 0 or not math.isfinite(x):
         return x
     magnitude = Fraction(abs(x))
@@ -181,7 +181,7 @@ quick_cast = jax.jit(cast, static_argnums=(1, 2, 4), compiler_options=USUAL_EMIT
 
 @pytest.fixture(autouse=True)
 def _no_floating_point_warnings():
-    """NumPy warns of overflow and of signaling NaN, which these tests are about."""
+    """Silence NumPy's warnings of overflow and signaling NaN, which these tests cause."""
     with np.errstate(all="ignore"):
         yield
 
@@ -258,7 +258,7 @@ def test_a_maximum_that_the_source_cannot_hold(source: str, target: str) -> None
 
 
 def assert_share(up: np.ndarray, fraction: np.ndarray) -> None:
-    """Means of draws along the last axis are those of coins, within 5 standard deviations."""
+    """Check that means along the last axis are those of coins, within 5 standard deviations."""
     error = 5 * np.sqrt(fraction * (1 - fraction) / up.shape[-1])
     assert (np.abs(up.mean(-1) - fraction) <= error).all()
 
@@ -294,7 +294,7 @@ class TestE8M0:
 
 
 def stochastic(x: np.ndarray, name: str, seed: int) -> np.ndarray:
-    """Casts in arrays of one size, so that each format compiles once."""
+    """Cast in chunks of one size, so that each format compiles once."""
     size = 2**17
     flat = np.pad(np.ravel(x).astype(np.float32), (0, -np.size(x) % size)).reshape(-1, size)
     keys = jax.random.split(jax.random.key(seed), len(flat))
@@ -338,12 +338,12 @@ class TestStochastic:
 
 
 def test_stochastic_rounding_of_exact_values_survives_the_widest_noise() -> None:
-    """In float32 the sum of 127 and 23 random bits is rounded up to 128 once in 2**18 draws."""
+    """In float32, 127 plus 23 random bits would be rounded up to 128 once in 2**18 draws."""
     assert (stochastic(np.full(2**20, 127.0), "E4M6", 0) == 127).all()
 
 
 class TestFloat8:
-    """The bit arithmetic of CPUs gives the results of other platforms' own instructions."""
+    """The bit arithmetic used on CPUs gives the same results as other platforms' instructions."""
 
     @pytest.mark.parametrize("dtype", FP8)
     def test_every_number_decodes_to_itself_and_back(self, dtype: str) -> None:
@@ -372,7 +372,7 @@ class TestFloat8:
 
 
 class TestNoise:
-    """The bits of stochastic rounding are uniform, and tell nothing of one another."""
+    """The bits of stochastic rounding are uniform and independent."""
 
     SIZE, KEY = 2**16, jax.random.key(3)
 
@@ -380,7 +380,7 @@ class TestNoise:
         return np.asarray(rounding_noise(key, shape))
 
     def test_is_uniform_and_independent(self) -> None:
-        """Every bit by itself and with every bit of another entry or key."""
+        """Test single bits, and pairs of bits of different entries or keys."""
         words = self.noise(self.KEY, self.SIZE)
         keys = jax.random.key(4), jax.random.split(self.KEY)[0], jax.random.split(self.KEY, 4)[1]
         others = [np.roll(words, by) for by in (1, 1024)]
@@ -410,7 +410,6 @@ class TestNoise:
 class TestDithered:
     @pytest.mark.parametrize("dtype", FP8)
     def test_has_no_bias(self, dtype: str) -> None:
-        """At any power of two, which a scale may be; rounded to the nearest, all go one way."""
         bits = format_of(dtype).mantissa_bits
         for value in (0.3, 14.4, -200.0):
             x = np.float32(value) * np.linspace(1, 1.001, 2**14, dtype=np.float32)

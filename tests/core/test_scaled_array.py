@@ -129,7 +129,7 @@ class TestTrees:
             np.testing.assert_array_equal(grad.scale, np.zeros(x.scale.shape))
 
     def test_vmap_over_a_stack(self, kind: str) -> None:
-        """vmap and scan stack data and scale alike: one scale per item."""
+        """vmap and scan stack data and scale: there is one scale per item."""
         x = make(kind, "float32")
         stacked = jax.tree.map(lambda a: stored(np.stack([a, a, 2 * np.float32(a)]), a.dtype), x)
         factor = np.array([1, 1, 4 if len(jax.tree.leaves(x)) == 2 else 2])
@@ -152,7 +152,7 @@ class TestTrees:
 
 
 def test_scales_of_a_batch_go_with_its_items() -> None:
-    """Not with the elements, in a square batch of vectors too."""
+    """Scales belong to items and not to elements, also in a square batch of vectors."""
     scales = jnp.asarray([[1.0, 4.0], [2.0, 8.0]])
     x = jax.vmap(ScaledArray)(jnp.ones((2, 2)), scales[0])
     assert x.scale.shape == (2, 1)
@@ -330,7 +330,7 @@ def test_reductions_do_not_overflow_and_keep_unit_data() -> None:
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_options_are_those_of_arrays(name: str) -> None:
-    """As losses of optax, and functions of NumPy, give them to what has such methods."""
+    """Optax's losses and NumPy's functions pass these options to methods of arrays."""
     x = ScaledArray(jnp.asarray([[1.0, -2.0], [3.0, 0.5]]), 4.0)
     numbers = np.asarray(x.value)
     options = {"axis": 0, "where": numbers > 0}

@@ -1,4 +1,4 @@
-"""Batch sizes in factors, of divided batches and of several inputs; axes that arrays lie over."""
+"""Batch sizes in factors, with sharded batches and several inputs; mesh axes of arrays."""
 
 import functools
 from collections.abc import Callable
@@ -88,14 +88,14 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def by_mean_of_losses(loss: Any, devices: int) -> Any:
-    """JAX keeps account, and sums the gradients of what all devices share."""
+    """With varying axes checked, JAX sums gradients of replicated values."""
     whole = jax.grad(lambda p, d: lax.pmean(loss(p, d), "data"))
     mesh = mesh_of(data=devices)
     return jax.shard_map(whole, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
 
 
 def by_mean_of_gradients(loss: Any, devices: int) -> Any:
-    """JAX keeps account, and parameters are each device's own."""
+    """With varying axes checked, and parameters that differ between devices."""
 
     def local(p, d):
         p = lax.pcast(p, "data", to="varying")
@@ -106,7 +106,7 @@ def by_mean_of_gradients(loss: Any, devices: int) -> Any:
 
 
 def unchecked(loss: Any, devices: int) -> Any:
-    """JAX keeps no account, so the axes are named."""
+    """Without varying axes checked, so the axes have to be named."""
 
     def local(p, d):
         with batch_over("data"):
@@ -122,7 +122,7 @@ def unchecked(loss: Any, devices: int) -> Any:
 
 
 def by_vmap(loss: Any, parts: int) -> Any:
-    """Gradients of each part of the batch, as those of examples."""
+    """Compute gradients of each part of the batch, like those of single examples."""
     each = jax.vmap(jax.grad(loss), (None, 0), axis_name="part")
 
     def whole(p, d):
@@ -165,7 +165,7 @@ def test_gradients_of_a_divided_batch(way: str) -> None:
 
 
 def counted(axes: Any, spec: Any, **settings: Any) -> int:
-    """Number of parts that an array of a spec counts as, on 4 x 2 devices."""
+    """Return into how many parts a spec divides an array's batch, on 4 x 2 devices."""
     seen = []
 
     def local(x):
@@ -207,7 +207,7 @@ def test_parts_that_are_counted() -> None:
 
 
 def test_what_was_traced_inside_is_not_used_outside() -> None:
-    """The contexts are a part of the keys of JAX's caches."""
+    """The contexts are part of the keys of JAX's caches."""
     grad = jax.jit(jax.grad(lambda w, x: ops.dense(x, w).data.sum()))
     each = jax.vmap(grad, (None, 0), axis_name="part")
     w, x = jnp.ones((2, 2)), jnp.ones((4, 1, 2))
@@ -282,7 +282,6 @@ def test_the_gradient_lies_there_too() -> None:
 
 
 def test_mapped_functions() -> None:
-    """Under vmap the mapped dimension is left to the compiler; manual axes divide already."""
     mesh = mesh_of(data=2, fsdp=2)
     with jax.set_mesh(mesh):
         each = jax.jit(jax.vmap(lambda x: constrain_sharding(x, ("data",)) * 2))(X)

@@ -1,4 +1,4 @@
-"""What a GPU with FP8 (Hopper or later) computes, against wider formats."""
+"""Results of a GPU with FP8 (Hopper or later) against wider formats."""
 
 import functools
 from typing import Any
@@ -30,22 +30,22 @@ def compiled(f: Any, *args: Any) -> jax.stages.Compiled:
 
 
 def drawn(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Normal numbers of a format, in bfloat16, which holds those of E4M3 and E5M2."""
+    """Draw normal numbers of a format, as bfloat16, which holds those of E4M3 and E5M2."""
     x = np.random.default_rng(seed).normal(size=shape)
     return x.astype(jnp.dtype(dtype)).astype(jnp.bfloat16)
 
 
 def exact(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The product, and that of the magnitudes."""
+    """Return the matmul, and the matmul of the magnitudes."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     return a @ b, np.abs(a) @ np.abs(b)
 
 
 @pytest.mark.parametrize("strategy", [quant.Unit(), quant.Delayed(), quant.Dynamic()], ids=str)
 def test_fp8_products(strategy: quant.Strategy) -> None:
-    """Operands are in FP8 already, so that sums and the rounding of the results are all that errs.
+    """Operands are exact in FP8, so that only sums and the rounding of results have errors.
 
-    FP8 kernels may add 32 terms at a time with 13 bits, and the results round to bfloat16.
+    FP8 kernels may add 32 terms at a time with 13 bits, and results are rounded to bfloat16.
     """
     config = quant.MatmulConfig(cotangent="e5m2", strategy=strategy)
     b, k, n = 512, 256, 1024
@@ -65,7 +65,7 @@ def test_fp8_products(strategy: quant.Strategy) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("taken", ["cudnn", "chunked", "plain"])
 def test_attention(dtype: str, is_causal: bool, taken: ops.Implementation) -> None:
-    """Forward and backward against float32, in roundings of results and of weights."""
+    """Forward and backward agree with float32 up to roundings of results and weights."""
     random = np.random.default_rng(0)
     shape = (2, 256, 4, 64)
     args = [random.normal(size=shape).astype(jnp.dtype(dtype)) for _ in range(4)]
@@ -88,7 +88,7 @@ def test_attention(dtype: str, is_causal: bool, taken: ops.Implementation) -> No
 
 
 def test_optimizer_step() -> None:
-    """AdamW in 5 bytes per parameter: each step errs by one rounding of what is stored."""
+    """With AdamW in 5 bytes per parameter, each step has one rounding error of stored values."""
     random, steps = np.random.default_rng(0), 4
     params = random.uniform(0.5, 2, (256, 512)).astype(np.float32)
     grads = random.uniform(0.5, 2, (steps, 256, 512)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Layers that are made outside of `jax.jit` draw from NumPy: JAX compiles a program a shape."""
+"""Draw initial parameters with NumPy, because JAX would compile a program for every shape."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from jax._src import random  # what initializers call; `jax.random.normal` in a 
 
 
 class _Drawn(np.ndarray):
-    """Random numbers that an initializer multiplies by a standard deviation, without JAX."""
+    """Draw the random numbers of an initializer, before scaling, without JAX."""
 
     def __mul__(self, deviation: Any) -> Any:
         return jnp.asarray(

@@ -1,4 +1,4 @@
-"""Every layer of `unitscale.nn` once, and a small language model of them."""
+"""One case for every layer of `unitscale.nn`, and a small language model."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ def make(name: str, policy: Any = "float32", seed: int = 0) -> tuple[Any, Layer]
 
 
 def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
-    """Parameters by dotted path."""
+    """Return parameters by dotted path."""
     return {
         ".".join(map(str, path)): variable
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -74,7 +74,7 @@ def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
 
 
 class Decoder(nnx.Module):
-    """A causal stack between an embedding and a readout; `options` are those of the stack."""
+    """A causal stack between an embedding and a readout; `options` go to the stack."""
 
     def __init__(
         self,

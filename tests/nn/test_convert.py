@@ -1,4 +1,4 @@
-"""Quantized matmuls in plain NNX models, and FP8 weights to serve them."""
+"""Quantized matmuls in plain NNX models, and FP8 weights for inference."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """The order of its names is not the order of its layers."""
+    """A model whose names are in another order than its layers."""
 
     def __init__(self, blocks: int = 1, seed: int = 0) -> None:
         rngs = nnx.Rngs(seed)
@@ -61,7 +61,7 @@ def inputs(*shape: int, seed: int = 1) -> jax.Array:
 
 
 def rounded(x) -> np.ndarray:
-    """Nearest E4M3 number, by ml_dtypes; nothing here is large enough to saturate."""
+    """Round to E4M3 with ml_dtypes, for numbers that do not saturate."""
     return np.asarray(x, np.float32).astype(jnp.float8_e4m3fn).astype(np.float64)
 
 
@@ -188,7 +188,7 @@ def samples(seed: int = 1) -> jax.Array:
 
 @pytest.mark.parametrize("dtype", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_calibrated_model_computes_the_same(dtype) -> None:
-    """The scales are those of training, and powers of two, so that not one bit differs."""
+    """Scales are those of training, and powers of two, so that results are equal bit for bit."""
     model, x = Served(dtype), samples()
     convert(model, RULES)
     calibrate(model, [samples(seed) for seed in range(3)])
@@ -214,7 +214,7 @@ def test_a_calibrated_model_computes_the_same(dtype) -> None:
 
 
 def test_scales_of_the_inputs_of_a_served_model() -> None:
-    """Given in the call, by the strategy, or 1 for delayed scales without a step."""
+    """Scales are given in the call, computed by the strategy, or 1 before the first step."""
     model, x = Served(), samples()
     convert(model, {"up": MatmulConfig(strategy=Static((0.5, 2.0**-10, 1.0))), **RULES})
     wanted = run(model, x)
@@ -296,7 +296,7 @@ def test_layers_that_cannot_be_converted() -> None:
     ],
 )
 def test_mistakes_change_nothing(rules, scales, message: str) -> None:
-    """Rules without scales, or scales to serve a model that the rules have converted."""
+    """Wrong rules, or rules for a model that is converted already."""
     model = Served()
     if scales is not None and rules is not None:
         convert(model, rules)

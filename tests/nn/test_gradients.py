@@ -1,4 +1,4 @@
-"""Every parameter's gradient is a positive constant times the truth: each layer, a whole model."""
+"""Gradients of layers and of a model are positive constants times the true ones."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -37,10 +37,10 @@ before = of(nn.Dense, 3, WIDTH, seed=1)
 
 
 class Parallel(nnx.Module):
-    """A layer beside another path from its input to the loss, so that its input is no cut edge.
+    """A layer with a second path from its input to the loss, so that its input is not a cut edge.
 
-    The gradient of `before` adds up both paths: it is wrong as soon as the layer's input gradient
-    has another factor than its output.
+    The gradient of `before` is a sum over both paths, which is wrong if the factor of the layer's
+    input gradient differs from that of its output.
     """
 
     def __init__(self, layer: Any, apply: Callable[..., Any] | None = None):
@@ -154,7 +154,7 @@ def test_attention(options, apply, zero) -> None:
     ids=["post", "none", "layer norm"],
 )
 def test_stack(options) -> None:
-    """The models below have norms before the branches."""
+    """A post-norm stack; the models below are pre-norm."""
     options |= {"residual_mult": 0.8, "residual_attention_ratio": 1.4, "rotary_base": 50.0}
     check_layer(of(nn.TransformerStack, 2, WIDTH, 2, 6, **options))
 
@@ -168,7 +168,7 @@ LEARNED = {"learned": True, "num_kv_heads": 1, "norm": "layer", "residual_mult":
     "options", [TIED, pytest.param(LEARNED, marks=pytest.mark.slow)], ids=["tied", "learned"]
 )
 def test_language_model(options) -> None:
-    """From ids to the loss, with norms before the branches; each row has what others leave out."""
+    """Whole pre-norm language models, each with other options."""
     model = build(lambda: Decoder(8, policy=FLOAT64, **options))
     ids = np.random.default_rng(5).integers(0, 11, (2, 7))
     check(*model_loss(model, lambda m: m.loss(ids[:, :-1], ids[:, 1:])), directions=2)

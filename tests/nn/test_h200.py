@@ -1,4 +1,4 @@
-"""Every Dense product of a whole training step becomes an FP8 kernel of an H200."""
+"""Every matmul of dense layers in a training step becomes an FP8 kernel on an H200."""
 
 import re
 from collections import Counter
@@ -45,7 +45,7 @@ class _GPT(nnx.Module):
 
 
 def make_step(policy: str, attention: Implementation = "auto") -> tuple[Any, tuple[Any, ...]]:
-    """A step of Adam, and the shapes of params, other state, Adam's state and tokens."""
+    """Make a step of Adam, and the shapes of its arguments."""
     graphdef, params, rest = nnx.split(
         nnx.eval_shape(lambda: _GPT(policy, attention, nnx.Rngs(0))), nnx.Param, ...
     )
@@ -106,7 +106,7 @@ def test_attention_of_a_train_step_is_one_kernel(
 
 
 def test_a_divided_step_gathers_weights_in_8_bits() -> None:
-    """On four devices, of which each has a part of every matrix and all heads of its sequences."""
+    """Four devices, each with a shard of every matrix and all heads of its own sequences."""
     mesh = make_mesh({"fsdp": 4}, devices=h200_topology(4).devices)
     step, (*state, ids) = make_step("fp8")
     places = (*param_shardings(state, mesh), NamedSharding(mesh, P("fsdp")))
@@ -135,7 +135,7 @@ def test_a_divided_step_gathers_weights_in_8_bits() -> None:
 
 @pytest.mark.parametrize("policy", ["fp8", "fp8_delayed"])
 def test_every_product_of_experts_is_fp8(policy: str) -> None:
-    """Nine in a gated block, each the body of a loop over blocks of rows; the router is float32."""
+    """A gated block has nine matmuls, each in a loop over blocks of rows; the router is float32."""
     model = nnx.eval_shape(
         lambda: nn.MoE(WIDTH, 2 * WIDTH, activation="silu_glu", policy=policy, rngs=nnx.Rngs(0))
     )
@@ -162,7 +162,6 @@ def test_every_product_of_experts_is_fp8(policy: str) -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "silu_glu"])
 def test_hidden_units_are_computed_again_beside_their_gradients(activation: str) -> None:
-    """Where words of them are made for the gradient of the weight, and not written before."""
     width, shape = 768, (8, 1024, 768)
     options = {"activation": activation, "hidden_features": 4 * width, "use_bias": False}
     options |= {"is_causal": True, "policy": "fp8"}
@@ -220,9 +219,9 @@ def test_converted_layers_are_fp8_kernels(preset: str) -> None:
 
 
 def test_a_step_takes_less_memory_than_in_bfloat16() -> None:
-    """FP8 saves 5 of the 18 bytes per token and width that wait for the backward pass.
+    """FP8 saves 5 of 18 bytes per token and feature that the backward pass needs.
 
-    Transposed copies that stayed would cost 5.
+    Keeping transposed copies would cost 5 bytes.
     """
 
     def temporaries(policy: str) -> int:

@@ -1,4 +1,4 @@
-"""What every layer must do: transformations, ScaledArray parameters, formats, settings of JAX."""
+"""Requirements of every layer: transformations, ScaledArray parameters, formats, JAX settings."""
 
 import copy
 import inspect
@@ -27,7 +27,7 @@ def _value(model: nnx.Module, x: jax.Array) -> jax.Array:
 
 
 def functional(model: nnx.Module, call: Any = _value) -> tuple[Any, Any]:
-    """``apply(params, x) -> call(model, x)`` and the parameters."""
+    """Return `apply(params, x) -> call(model, x)` and the parameters."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     return lambda params, x: call(nnx.merge(graphdef, params, rest, copy=True), x), params
 
@@ -37,7 +37,7 @@ def loss_of(apply):
 
 
 def assert_close(tree: Any, expected: Any, ulps: float = 256) -> None:
-    """Equal up to rounding: differences below ``ulps`` epsilons of the array's largest entry."""
+    """Check equality up to `ulps` epsilons of the array's largest entry."""
     leaves, references = jax.tree.leaves(tree), jax.tree.leaves(expected)
     assert len(leaves) == len(references)
     for leaf, reference in zip(leaves, references, strict=True):
@@ -48,7 +48,7 @@ def assert_close(tree: Any, expected: Any, ulps: float = 256) -> None:
 
 
 def test_a_layer_takes_a_scaled_array_and_keeps_it_in_range() -> None:
-    """Data far outside float16 passes a linear layer by its scale alone."""
+    """Values far outside float16 pass through a linear layer in the scale."""
     model, layer = make("dense", "float16")
     model.bias = None
     x = layer.input(dtype=jnp.float16)
@@ -58,7 +58,7 @@ def test_a_layer_takes_a_scaled_array_and_keeps_it_in_range() -> None:
 
 
 def some(*names: str) -> Any:
-    """All layers, of which those named are in the default run."""
+    """Parametrize over all layers; those not named are marked slow."""
     slow = pytest.mark.slow
     cases = [n if n in names else pytest.param(n, marks=slow) for n in LAYERS]
     return pytest.mark.parametrize("name", cases)
@@ -104,7 +104,6 @@ def test_jit_vmap_scan_and_remat(name) -> None:
 
 @some("einsum", "lora", "conv", "layer_norm", "positions")
 def test_parameters_may_be_scaled_arrays(name) -> None:
-    """As an optimizer stores them, with every scale moved by a factor."""
     model, layer = make(name)
     apply, params = functional(model)
     params = jax.tree_util.tree_map_with_path(
@@ -140,7 +139,7 @@ FP8_LAYERS = ("lora", "conv", "attention")
     ],
 )
 def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
-    """Under strict promotion of dtypes and ranks, or in FP8 under x64, which changes no format."""
+    """Check dtypes under strict promotion, and in FP8 with x64 enabled."""
     rules = ("standard", "allow") if policy == "fp8_delayed" else ("strict", "raise")
     promotion, rank = jax.numpy_dtype_promotion(rules[0]), jax.numpy_rank_promotion(rules[1])
     with promotion, rank, jax.enable_x64(policy == "fp8_delayed"):
@@ -162,9 +161,9 @@ def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
 
 
 def test_every_dot_of_a_layer_runs_in_the_formats_of_its_policy() -> None:
-    """The operands of matmuls, forward and backward, as the jaxpr has them.
+    """Check the operands of all forward and backward matmuls in the jaxpr.
 
-    With FP8 there is the one of recomputed hidden units, which XLA drops.
+    With FP8 there is one more matmul, of recomputed hidden units, which XLA drops.
     """
     for policy, dtype, count in (("float16", "float16", 9), ("fp8", "float8_e4m3fn", 10)):
         model, layer = make("gated", policy)
@@ -174,7 +173,7 @@ def test_every_dot_of_a_layer_runs_in_the_formats_of_its_policy() -> None:
 
 
 def ratio(f: Any) -> float:
-    """Forward over backward factor: the size of a gradient that a constraint leaves."""
+    """Return forward over backward factor, the RMS of a gradient under a constraint."""
     ideal = rules.elementwise(f, constraint=None)
     return ideal.fwd / ideal.bwd[0]
 
@@ -217,7 +216,7 @@ QUICK = ("readout", "lora", "norm")
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCALES]
 )
 def test_outputs_and_gradients_are_unit(name) -> None:
-    """At initialisation, to five standard errors of independent trials."""
+    """At initialization, within five standard errors of independent trials."""
     make, shape, out, grad, bias = SCALES[name]
     trials = 64
 
@@ -235,7 +234,7 @@ def test_outputs_and_gradients_are_unit(name) -> None:
 
 
 def test_a_table_of_a_model() -> None:
-    """Flax's, which shows the arguments of every layer, ScaledArrays among them."""
+    """`nnx.tabulate` shows the arguments of every layer, also ScaledArrays."""
     model, layer = make("layer", "bfloat16")
     calls = {type(one): type(one).__call__ for _, one in nnx.iter_modules(model)}
     table = nnx.tabulate(model, layer.input(), console_kwargs={"width": 200})
@@ -323,7 +322,7 @@ OURS |= {"bias_metadata", "dtype", "param_dtype"}
 
 
 def arguments(cls: type) -> tuple[list[str], set[str]]:
-    """Positional arguments in order, and keywords, with those that a base class takes."""
+    """Return positional arguments in order, and keywords, including those of a base class."""
     positional, keywords = [], set()
     for name, argument in list(inspect.signature(cls.__init__).parameters.items())[1:]:
         if argument.kind is argument.POSITIONAL_OR_KEYWORD:

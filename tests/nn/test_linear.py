@@ -103,7 +103,7 @@ def test_a_convolution_keeps_one_scale_and_one_per_example() -> None:
 
 
 def test_rows_of_the_table_and_positions_that_are_added() -> None:
-    """In the compute dtype; a token or position outside of the table is NaN."""
+    """Outputs are in the compute dtype; ids or positions outside of the table give NaN."""
     embed = nn.Embed(10, 4, policy="float16", pad_to_multiple_of=16, rngs=nnx.Rngs(0))
     layer, x = nn.PositionalEmbed(8, 4, rngs=nnx.Rngs(0)), normal(0, 2, 5, 4)
     ids = np.array([[1, 2, 9, 10], [9, 1, 16, -1]])
@@ -138,7 +138,7 @@ STATES = normal(1, 3, 6, WIDTH)
 
 
 def padded(tied: bool, policy: Any = "float32", multiple: int = MULTIPLE) -> Any:
-    """An embedding that is its own readout, or a readout."""
+    """Make a tied embedding, or a readout."""
     kind, sizes = (nn.Embed, (VOCAB, WIDTH)) if tied else (nn.Readout, (WIDTH, VOCAB))
     return kind(*sizes, pad_to_multiple_of=multiple, policy=policy, rngs=nnx.Rngs(0))
 
@@ -149,7 +149,7 @@ def loss(layer: Any, **options: Any) -> jax.Array:
 
 
 def rows(array: Any) -> np.ndarray:
-    """The vocabulary first, with its padding."""
+    """Move the vocabulary axis, with its padding, to the front."""
     array = np.asarray(to_array(array), np.float32)
     return array if array.shape == (MULTIPLE, WIDTH) else array.T
 
@@ -207,7 +207,7 @@ WIDE = {"weights": None, "moments": (None, None)}
 
 @some("tied formats", (False, NARROW), slow=[(True, WIDE)])
 def test_padding_never_learns(tied: bool, formats: dict[str, Any]) -> None:
-    """Under Adam, weight decay and u-muP, in float32, and in 16 and 8 bits rounded at random."""
+    """With Adam, weight decay and u-muP, in float32 and in stochastically rounded 16 and 8 bits."""
     (own,), (other,) = (parameters(padded(tied, multiple=n)).values() for n in (MULTIPLE, 1))
     # What is drawn is what is drawn without padding, and u-muP sees the vocabulary.
     np.testing.assert_array_equal(nn.unpadded(own), other.get_value())
@@ -233,7 +233,7 @@ def test_padding_never_learns(tied: bool, formats: dict[str, Any]) -> None:
 
 @some("policy", ("fp8_delayed",), slow=[("float32",)])
 def test_tied_is_the_look_up_and_the_readout(policy: str) -> None:
-    """Loss, logits and gradients are those of calling the layer, and then `attend` and its loss."""
+    """Loss, logits and gradients equal those of calling the layer, `attend` and the loss."""
     wide = nn.as_policy(policy)
     wide = wide if policy == "float32" else wide.with_quantized_readout()
 

@@ -1,4 +1,4 @@
-"""Layers on meshes: where activations lie, and gradients where a batch is divided."""
+"""Layers on meshes: sharding of activations, and gradients with sharded batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ X = RNG.normal(size=(4, 6, 8)).astype(np.float32)
     ids=str,
 )
 def test_a_stack_brings_weights_to_activations(axes: dict[str, int], scan: bool) -> None:
-    """Value and gradients are those of one device, and so is each device's part of the stream."""
+    """Value and gradients equal those of one device; each device has its part of the stream."""
     model = nn.TransformerStack(2, 16, 4, is_causal=True, scan=scan, rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
@@ -184,7 +184,7 @@ def test_outputs_lie_where_a_call_asks(names: tuple[str, ...], place: P) -> None
 
 
 def test_attention_and_dropout() -> None:
-    """Their masks are those of one device; parameters lie on no mesh, nor do their gradients."""
+    """Dropout masks equal those of one device; parameters and gradients are not sharded."""
     attention = nn.MultiHeadAttention(2, 8, dropout_rate=0.5, is_causal=True, rngs=nnx.Rngs(0))
     dropout, key = nn.Dropout(0.5, rngs=nnx.Rngs(0)), jax.random.key(1)
     graphdef, params, rest = nnx.split(attention, nnx.Param, ...)

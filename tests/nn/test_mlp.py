@@ -56,10 +56,7 @@ def test_values_of_an_mlp() -> None:
     ],
 )
 def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str) -> None:
-    """The backward has what the activation is of, and not what it gives.
-
-    Other strategies have scales of hidden units, which would be read twice for them.
-    """
+    """The backward pass keeps inputs of activations and recomputes their outputs."""
     layer = nn.MLP(8, 12, activation=activation, policy=policy, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(layer)
 
@@ -85,7 +82,7 @@ def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str)
 
 @pytest.mark.slow
 def test_recomputation_under_vmap_and_scan_and_of_parts_of_a_batch() -> None:
-    """The backward pass is traced after the parts were told, and has their factors."""
+    """The backward pass, traced outside of `batch_over`, still has its factors."""
     layer = nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(layer)
     x = draw(0, 3, 5, 8)
@@ -111,7 +108,7 @@ def test_recomputation_under_vmap_and_scan_and_of_parts_of_a_batch() -> None:
 
 
 def test_who_watches_layers_sees_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their class, as `nnx.tabulate` and the recipes' probe do: what is seen may be kept."""
+    """Calls are observed by patching the class, as `nnx.tabulate` and the recipes' probe do."""
     original, layer = nn.Dense.__call__, nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
     seen: list[jax.Array] = []
 
@@ -144,7 +141,7 @@ def moe(policy="float32", seed=0, **options):
 
 
 def gradients(model, x, cotangent):
-    """Value and gradients by parameters and input, as a function of both; and the parameters."""
+    """Return a function for value and gradients by parameters and input, and the parameters."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     def run(params, x):
@@ -168,10 +165,10 @@ def gradients(model, x, cotangent):
 )
 @pytest.mark.slow
 def test_scale_of_a_mixture(experts, top_k, width, options) -> None:
-    """Outputs, logits and all weights' gradients are unit, those of biases too.
+    """Outputs, logits and the gradients of all weights and biases have unit RMS.
 
-    The gradient of the input is the true one, which adds up the experts' and the router's; that of
-    what comes before the activation is larger by the ratio of its two factors.
+    The gradient of the input is the true sum over experts and router. The gradient before the
+    activation is larger by the ratio of the activation's factors.
     """
     ideal = rules.elementwise(jnp.tanh, constraint=None)
     ratio = ideal.fwd / ideal.bwd[0]
@@ -202,7 +199,7 @@ def test_scale_of_a_mixture(experts, top_k, width, options) -> None:
 
 
 def test_is_the_mlp_that_it_is_made_of() -> None:
-    """One expert is an MLP of the same parameters; as many as are chosen, their weighted sum."""
+    """One expert equals an MLP of the same parameters; several equal the weighted sum of MLPs."""
     x = draw(0, 3, 5, WIDTH)
     one, three = moe(experts=1, top_k=1), moe(experts=3, top_k=3)
 
@@ -240,7 +237,7 @@ POLICIES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_of_a_mixture(policy) -> None:
-    """As float32, up to the rounding of the format; the same experts are chosen."""
+    """Results equal float32 up to rounding, with the same experts."""
     x, cotangent = draw(1, TOKENS, WIDTH), draw(2, TOKENS, WIDTH)
     x = x.astype(jnp.bfloat16).astype(jnp.float32)
     (run, params), (wide, _) = (gradients(moe(p), x, cotangent) for p in (policy, "float32"))
@@ -267,7 +264,7 @@ def test_experts_without_tokens_one_with_all_and_no_tokens() -> None:
 
 
 def test_losses_of_the_router() -> None:
-    """A weight adds the gradient of that loss, and changes no value."""
+    """The weight of a router loss changes gradients but not values."""
     x, cotangent = draw(5, TOKENS, WIDTH), draw(6, TOKENS, WIDTH)
     plain, weighted = moe(), moe(load_balancing=0.5, z_loss=0.25)
     run, params = gradients(plain, x, cotangent)

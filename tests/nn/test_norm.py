@@ -49,7 +49,7 @@ def test_options() -> None:
 
 
 def test_running_averages_are_those_of_flax() -> None:
-    """In training and after, through a transformation that returns what a call has changed."""
+    """In training and evaluation, and under a transformation that returns changed state."""
     ours, flax = (
         kind(4, momentum=0.7, epsilon=0.1, rngs=nnx.Rngs(0))
         for kind in (nn.BatchNorm, nnx.BatchNorm)
@@ -108,7 +108,7 @@ def test_dropout_in_training_and_evaluation() -> None:
 
 
 def test_keys_and_masks_of_dropout() -> None:
-    """From another stream, from a stream, and alone; each layer and call has a mask of its own."""
+    """Keys come from several kinds of streams; each layer and each call has its own mask."""
     layer = nn.Dropout(0.5, rng_collection="noise", rngs=nnx.Rngs(noise=3))
     first = layer(X).data
     assert abs(np.mean(first != 0) - 0.5) < 5 * 0.5 / X.size**0.5

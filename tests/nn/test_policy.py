@@ -1,4 +1,4 @@
-"""Policies, the parameters that they store, and rules that set them for single layers."""
+"""Policies, formats of stored parameters, and rules for policies of single layers."""
 
 import dataclasses
 import operator
@@ -52,7 +52,7 @@ def test_activation_casts_floats_and_leaves_the_rest() -> None:
 
 
 def readout_program(policy: nn.Policy, tied: bool):
-    """Loss and logits of a readout, and its gradient's jaxpr."""
+    """Return loss and logits of a readout, and the jaxpr of its gradient."""
     kind = nn.Embed(6, 32, policy=policy, rngs=nnx.Rngs(0))
     layer = kind if tied else nn.Readout(32, 6, policy=policy, rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(layer)
@@ -70,7 +70,7 @@ def readout_program(policy: nn.Policy, tied: bool):
 
 @pytest.mark.parametrize(("name", "tied"), [("fp8_delayed", True), ("mxfp8", True), ("fp8", False)])
 def test_a_quantized_readout(name: str, tied: bool) -> None:
-    """Its gradient has the range of E5M2, or blocks; nothing else of the policy changes."""
+    """Gradients use E5M2 or block scales; the rest of the policy does not change."""
     was = nn.as_policy(name)
     own = was.with_quantized_readout()
     assert (own.matmul_for("weight"), was.matmul_for("readout")) == (was.matmul, None)
@@ -94,7 +94,7 @@ def test_a_quantized_readout(name: str, tied: bool) -> None:
 
 
 def test_fp8_weights_are_quantized_from_the_parameter_itself() -> None:
-    """Rounding float32 to bfloat16 first would round twice."""
+    """Rounding to bfloat16 first would round twice."""
     layer = nn.Dense(1, 1, use_bias=False, policy="fp8", rngs=nnx.Rngs(0))
     # Just above the midpoint of 1 and 1.125: bfloat16 would make it the midpoint, rounded to 1.
     for kernel, rounded in ((1.0625 + 2**-12, 1.125), (1.0625, 1.0)):
@@ -113,11 +113,7 @@ def test_large_inputs_are_finite_and_infinite_ones_are_not_hidden(policy: str) -
 
 @pytest.mark.parametrize("policy", ["fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"])
 def test_the_backward_of_layers_keeps_less_than_in_bfloat16(policy: str) -> None:
-    """Per token and MLP: in bfloat16 2 w + 4 w before and 4 w after gelu, in FP8 half of w + 4 w.
-
-    Weights are saved in 8 bits too. Scales, the most of them with blocks, are a 32nd of that. Each
-    matmul keeps the two factors of its gradients.
-    """
+    """Count the bytes that an MLP saves per token, in bfloat16 and in FP8."""
 
     def kept(policy: str) -> int:
         make = lambda: nn.MLP(256, 1024, use_bias=False, policy=policy, rngs=nnx.Rngs(0))  # noqa: E731
@@ -293,7 +289,7 @@ def test_initializers_and_metadata_reach_their_parameters(name) -> None:
 
 
 def test_an_initializer_with_metadata_shards_its_parameter() -> None:
-    """By flax's own convention, with roles beside it and through a step of a scaled optimizer."""
+    """Flax's sharding metadata works with roles, and survives a step of a scaled optimizer."""
     mesh = parallel.make_mesh({"data": 4, "model": 2})
     init = nnx.with_partitioning(nnx.initializers.normal(1.0), (None, "model"))
     with jax.set_mesh(mesh):

@@ -34,8 +34,8 @@ def normal(seed: int, *shape: int) -> jax.Array:
 def test_states_and_gradients_are_unit(name) -> None:
     """States to within half a binade, gradients within a binade.
 
-    Half a binade is where a state takes a power-of-two scale other than 1. Gradients inside a
-    recurrence are the true ones, whose size is set by how many steps they reach back.
+    Beyond half a binade, a state would take another power-of-two scale than 1. Gradients inside a
+    recurrence are the true ones, whose size depends on the number of steps.
     """
     width, steps, trials = 64, 24, 12
 
@@ -58,7 +58,6 @@ def test_states_and_gradients_are_unit(name) -> None:
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_the_simple_cell_of_flax_in_other_units(residual) -> None:
-    """Of a state that is the factor of tanh times flax's, and an argument over a root of 2 or 3."""
     ours, flax = (kind.SimpleCell(4, 6, residual=residual, rngs=nnx.Rngs(0)) for kind in (nn, nnx))
     unit, terms = rules.elementwise(jnp.tanh).fwd, (3 if residual else 2) ** 0.5
     flax.dense_i.kernel.set_value(ours.dense_i.kernel[...] / 4**0.5 / terms)

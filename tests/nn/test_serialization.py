@@ -48,7 +48,7 @@ def test_what_is_restored_is_what_was_saved(options: dict[str, Any]) -> None:
 
 
 def test_a_model_with_its_optimizer() -> None:
-    """Delayed scales, and moments that are trees of `nnx.State`; lists have numbers for keys."""
+    """With delayed scales, moments that are trees of `nnx.State`, and lists."""
 
     @nnx.jit
     def step(model, optimizer):
@@ -101,7 +101,7 @@ def test_a_program_is_read_with_its_cache() -> None:
 
 
 def test_layers_of_any_batch() -> None:
-    """Gradients alone depend on how many items there are."""
+    """Only gradients depend on the number of items."""
     rngs = nnx.Rngs(0)
     layers = nn.Dense(8, 8, rngs=rngs), nn.LayerNorm(8, rngs=rngs), nn.Readout(8, 4, rngs=rngs)
     model = nnx.Sequential(*layers)

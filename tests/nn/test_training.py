@@ -70,7 +70,7 @@ def scale_of(x, dtype: str = "e4m3fn") -> float:
 
 @pytest.mark.filterwarnings("ignore::unitscale.quant.StaleScalesWarning")
 def test_is_a_drop_in_for_nnx_value_and_grad() -> None:
-    """The same value and gradients, dropout and the state of random keys included."""
+    """Values, gradients, dropout masks and the state of random keys are the same."""
     ours, theirs = Net(), Net()
     plain = nnx.jit(nnx.value_and_grad(loss))
     for x in (X, X * 64):
@@ -120,7 +120,7 @@ def test_has_aux_argnums_and_several_models() -> None:
 
 
 def test_decorators_and_modes_are_those_of_flax() -> None:
-    """Also for code that has left graphs behind, whose models are trees."""
+    """Also for code that uses NNX models as plain trees."""
     model, x = nn.Dense(3, 2, rngs=nnx.Rngs(0)), jnp.arange(3.0)
 
     @nn.value_and_grad(argnums=(0, 1))
@@ -157,7 +157,7 @@ def test_accumulation_is_one_step_of_the_history() -> None:
 
 @pytest.mark.slow
 def test_scales_of_experts_in_a_scan_over_layers_and_accumulated() -> None:
-    """Each layer of the scan keeps its own: those of the same layers one by one."""
+    """Each layer of the scan keeps its own scales, as without a scan."""
     mlp = functools.partial(nn.MoE, experts=2)
     options = {"mlp": mlp, "policy": "fp8_delayed"}
     stack = build(lambda: nn.TransformerStack(2, 8, 2, 12, **options, rngs=nnx.Rngs(0)))
@@ -198,7 +198,7 @@ def test_a_tied_readout_holds_a_state_where_it_is_quantized() -> None:
 
 
 def test_hooks_of_einsum_take_the_scales_of_each_step() -> None:
-    """jnp.einsum caches what it traced: the second step must not see the first one's state."""
+    """jnp.einsum caches traces: the second step must not use the state of the first one."""
     layer = nnx.Einsum("btk,kn->nbt", (8, 4), einsum_op=nn.EinsumOp(CONFIG), rngs=nnx.Rngs(0))
     x = X.reshape(2, 8, 8)
     first = layer(x)
@@ -230,7 +230,7 @@ def test_calibration_sets_static_scales() -> None:
 
 
 def test_calibration_reaches_tiny_cotangents_at_once() -> None:
-    """At scale 1 they would all be zero, layer after layer: nothing to measure."""
+    """At scale 1 all cotangents would be zero, with nothing to measure."""
 
     def tiny(model, x):
         return loss(model, x) * 1e-12
@@ -246,7 +246,7 @@ def test_calibration_reaches_tiny_cotangents_at_once() -> None:
 
 
 class WithNumber(Net):
-    """Returns a number of Python beside its output, as models do for a loss that is absent."""
+    """A layer that also returns a Python number, as models do for a loss that is absent."""
 
     def __call__(self, x):
         return super().__call__(x), 0.0
@@ -270,7 +270,7 @@ LARGE = jnp.ones((4, 8)).at[0, 0].set(3000.0).at[1, 1].set(-500.0)
 
 
 def saturating() -> nnx.Module:
-    """Its weights are 1, so that only the first operand saturates."""
+    """Make a layer with weights of 1, so that only the first operand saturates."""
     layer = nnx.Linear(
         8, 2, dot_general=DotGeneral(MatmulConfig(strategy=Static())), rngs=nnx.Rngs(0)
     )
@@ -344,7 +344,7 @@ def total(model, x, *, factor=1.0):
 
 
 def stored(scale: float = 1.0) -> Counting:
-    """Weights in float16, every scale moved by a factor."""
+    """Store weights in float16, with every scale multiplied by a factor."""
     model = Counting()
     params = scaled(optax.sgd(1.0)).scale_params(nnx.state(model, nnx.Param))
     moved = lambda w: ScaledArray(w.data / scale, w.scale * scale)  # noqa: E731

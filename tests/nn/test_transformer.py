@@ -94,7 +94,7 @@ def test_attention_against_numpy() -> None:
     [((3, 2), (3, 2, 1, TIME, TIME)), ((), (HEADS, 1, TIME))],
 )
 def test_any_number_of_batch_axes(batch, masked) -> None:
-    """As one sequence at a time."""
+    """The result is the same as for one sequence at a time."""
     layer = attention(num_kv_heads=2, rotary_base=100.0)
     x, source = jax.random.normal(jax.random.key(0), (2, *batch, TIME, WIDTH))
     mask = jax.random.bernoulli(jax.random.key(2), 0.7, masked)
@@ -119,7 +119,7 @@ def test_rotary_positions_are_relative() -> None:
 
 
 def test_causality_through_gradients() -> None:
-    """No gradient from a token to a later one; every earlier one has some."""
+    """A token's output has gradients by all earlier tokens and by no later one."""
     layer = attention(is_causal=True, rotary_base=30.0)
     jacobian = jit(jax.jacrev(lambda x: layer(x).value.sum(-1)))(X)
     reach = np.abs(jacobian).sum(-1)[0, :, 0]
@@ -151,7 +151,7 @@ def test_a_cache_gives_what_the_uncached_layer_gives(options, policy) -> None:
 
 
 def test_the_implementation_is_that_of_calls_and_not_of_decoding() -> None:
-    """A cache comes with a mask, which a kernel that was asked for may not take."""
+    """A cache needs a mask, which the requested kernel may not support."""
     layer = attention(is_causal=True, max_length=8, implementation="chunked")
     with ops.attention_paths() as taken:
         jax.eval_shape(layer, X)
@@ -237,7 +237,7 @@ def stack_of(layers: int = LAYERS, **options) -> nn.TransformerStack:
 
 
 def test_remat_changes_no_number() -> None:
-    """Values, gradients and the masks of dropout; each saves less for the backward pass."""
+    """Values, gradients and dropout masks are equal, and less is saved for the backward pass."""
     losses, saved = [], []
     for remat in ("none", "dots", "layer"):
         graphdef, params, rest = nnx.split(
@@ -262,7 +262,7 @@ def test_remat_changes_no_number() -> None:
     [("silu_glu", 2), pytest.param("gelu", 4, marks=pytest.mark.slow)],
 )
 def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
-    """Over the devices, forward: their matrices, heads and hidden units are not gathered."""
+    """The forward pass sums over devices, without gathering matrices, heads or hidden units."""
     mesh = mesh_of(tensor=devices)
     options = {"is_causal": True, "activation": activation, "use_bias": False}
     layer = build(lambda: nn.TransformerLayer(32, 4, **options, rngs=nnx.Rngs(0)))
@@ -294,7 +294,7 @@ def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
 
 
 def values_and_gradients(stack: nn.TransformerStack):
-    """The output, and gradients by parameters (stacked) and input."""
+    """Return the output, and gradients by (stacked) parameters and input."""
     graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
 
     def loss(params, x):
@@ -309,9 +309,9 @@ def values_and_gradients(stack: nn.TransformerStack):
 
 
 def assert_same(found, expected) -> None:
-    """Within a share of the largest entry; the gradient of a key's bias is rounding alone.
+    """Check closeness relative to the largest entry; a key bias's gradient is only rounding.
 
-    Layers forward and backward have a dozen products and norms each, which amplify rounding.
+    Layers have a dozen matmuls and norms, forward and backward, which amplify rounding errors.
     """
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     sizes = [np.abs(np.asarray(x, np.float64)).max() for x in jax.tree.leaves(expected)]
@@ -341,7 +341,7 @@ def assert_same(found, expected) -> None:
     ids=["post", "remat, dropout", "fixed", "rotary"],
 )
 def test_a_scan_computes_what_layers_do_one_by_one(options) -> None:
-    """Masks of dropout included."""
+    """Values, gradients and dropout masks are equal."""
     stack = stack_of(**options)
     assert_same(values_and_gradients(stack.with_scan(True)), values_and_gradients(stack))
 
@@ -353,7 +353,7 @@ def test_a_scan_computes_what_layers_do_one_by_one(options) -> None:
 )
 @pytest.mark.slow
 def test_scaled_parameters_and_inputs(placement: str, scale) -> None:
-    """As an optimizer makes them: its biases have one scale for all layers."""
+    """Biases have one scale for all layers, as optimizers store them."""
     stack = stack_of(norm_placement=placement)
     scanned = stack.with_scan(True)
     for model in (stack, scanned):

@@ -1,4 +1,4 @@
-"""Plain models made unit-scaled: function, variance, and what is said of each layer."""
+"""Converting plain models to unit-scaled ones: function, variance, and the report by layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from unitscale import nn, parallel
 
 
 class Decoder(nnx.Module):
-    """What a user has: modules in lists, one of them in two places, and code between them."""
+    """A user's model: modules in lists, a shared module, and code between modules."""
 
     def __init__(self, width: int = 32, **options) -> None:
         rngs = nnx.Rngs(1)
@@ -86,7 +86,7 @@ def test_new_parameters_are_unit_and_train() -> None:
 
 
 class Held(nnx.Module):
-    """Layers in a tuple, and a parameter in two layers."""
+    """A model with layers in a tuple, and a parameter that two layers share."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
@@ -154,7 +154,7 @@ NORMAL = nnx.initializers.normal(1.0)
 
 
 def kept_layers() -> list[tuple[Any, tuple[int, ...], type]]:
-    """A plain layer, the shape of its input, and the class that it becomes."""
+    """A plain layer, the shape of its input, and the class that replaces it."""
     rngs = nnx.Rngs(0)
 
     def biased(kind: Any, *args: Any, **options: Any) -> Any:

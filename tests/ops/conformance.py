@@ -1,7 +1,7 @@
-"""The checks that every op is put to, against references in NumPy that know nothing of JAX.
+"""Checks of every op against references in NumPy.
 
-An op is compared with `fwd * reference`, where the reference is NumPy in float64, and each of its
-gradients with `bwd * derivative`, where the derivative is a central difference of that reference.
+The result of an op must be `fwd * reference`, with a reference in float64 NumPy, and each gradient
+`bwd * derivative`, with the derivative as a central difference of the reference.
 """
 
 import functools
@@ -27,20 +27,20 @@ Reference = Callable[..., np.ndarray]
 
 
 def normal(name: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
-    """Independent standard normal arrays, the same in every run."""
+    """Draw independent standard normal arrays, the same in every run."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     return [rng.standard_normal(shape) for shape in shapes]
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The float64 values that an array has after it was stored in a dtype."""
+    """Round an array to a dtype; return float64."""
     return np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float64)
 
 
 def assert_close(
     actual: Any, expected: np.ndarray, dtype: str, what: str, slack: float = 1
 ) -> None:
-    """Compares up to a few roundings of the dtype, of the entry itself and of a typical term."""
+    """Compare up to a few roundings, relative to the entry and to a typical term."""
     actual = np.asarray(actual).astype(np.float64)
     assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
     eps = float(jnp.finfo(jnp.dtype(dtype)).eps) * _ROUNDINGS[dtype] * slack
@@ -52,7 +52,7 @@ def assert_close(
 def gradients(
     f: Reference, args: Sequence[np.ndarray], cotangent: np.ndarray, steps: Sequence[Any]
 ) -> list[np.ndarray]:
-    """Central differences of `sum(cotangent * f(*args))` in each argument."""
+    """Return central differences of `sum(cotangent * f(*args))` by each argument."""
     grads = []
     for index, (arg, step) in enumerate(zip(args, steps, strict=True)):
         h = np.broadcast_to(np.asarray(step, np.float64), arg.shape)
@@ -75,7 +75,7 @@ def data_and_scale(y: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def pulled(f: Callable[..., Any], *args: Any, cotangent: Any = 1.0) -> tuple[Any, Any]:
-    """Data of an op's result and the gradients of its arguments, from one compiled program."""
+    """Compute the data of an op's result and the gradients by its arguments, in one program."""
 
     def program(cotangent: Any, *args: Any) -> tuple[Any, Any]:
         y, vjp = jax.vjp(lambda *args: data_and_scale(f(*args))[0], *args)
@@ -155,7 +155,7 @@ def _prepare(
 
 
 def check_all(cases: Mapping[str, "Case"]) -> None:
-    """Checks cases in one compiled program."""
+    """Check cases in one compiled program."""
     prepared = {name: _prepare(*case.args, **case.keywords) for name, case in cases.items()}
     results = compute({name: (program, *args) for name, (program, args, _) in prepared.items()})
     for name, (*_, compare) in prepared.items():
@@ -164,11 +164,11 @@ def check_all(cases: Mapping[str, "Case"]) -> None:
 
 
 def check(*args: Any, **options: Any) -> None:
-    """Checks value and gradients of an op; if ``mapped``, under vmap, scan and checkpoint.
+    """Check value and gradients of an op; if `mapped`, under vmap, scan and checkpoint.
 
-    The value must be `fwd * reference(values)`; gradient i, in data space, `bwd[i]` times the
-    derivative of `reference(values) / scale of the output`; the gradient of every scale 0.
-    ``args`` are rounded to the dtype first; ``slack`` multiplies the tolerance; ``step`` is that of
+    The value must be `fwd * reference(values)`, and the gradient of argument i `bwd[i]` times
+    the derivative of `reference(values) / scale of the output`. Gradients of scales must be 0.
+    `args` are rounded to the dtype first; `slack` multiplies the tolerance; `step` is the step of
     the finite differences.
     """
     check_all({"the op": functools.partial(check, *args, **options)})
@@ -184,10 +184,10 @@ Case = functools.partial[None]
 def in_every_dtype(
     cases: Mapping[str, Case], *, mapped: Sequence[str], wide: Collection[str] = ()
 ) -> Any:
-    """The test that cases hold in every dtype, and some of them mapped.
+    """Make a test of cases in every dtype, some of them mapped.
 
-    By default each is checked in float32, the first of ``mapped`` under vmap and scan, and in one
-    16-bit type. Those that are ``wide`` differ in the shapes of operands, not in what is rounded.
+    By default each case runs in float32 and in one 16-bit dtype, the first of `mapped` under vmap
+    and scan. Cases in `wide`, which only differ in shapes, run in float32 alone.
     """
     narrow = [(name, i % 2) for i, name in enumerate(n for n in cases if n not in wide)]
     runs: dict[str, dict[str, dict[str, Any]]] = {
@@ -206,7 +206,7 @@ def in_every_dtype(
 
 
 def under_scales(scales: Sequence[Sequence[Any]], cases: Mapping[str, Case], **options: Any) -> Any:
-    """The test that cases hold whatever the scales of their operands are."""
+    """Make a test of cases with several scales of operands."""
 
     def test() -> None:
         check_all(
@@ -223,11 +223,11 @@ def under_scales(scales: Sequence[Sequence[Any]], cases: Mapping[str, Case], **o
 
 
 def scaled(args: Sequence[np.ndarray], scales: Sequence[Any], dtype: Any = jnp.float32) -> list:
-    """Arrays, and ScaledArrays where there is a scale."""
+    """Make arrays, or ScaledArrays if there is a scale."""
     arrays = (jnp.asarray(a, dtype) for a in args)
     return [a if s is None else ScaledArray(a, s) for a, s in zip(arrays, scales, strict=True)]
 
 
 def values(args: Sequence[np.ndarray], scales: Sequence[Any]) -> list[np.ndarray]:
-    """The values of `scaled` in float64."""
+    """Return the values of `scaled` in float64."""
     return [a if s is None else a * s for a, s in zip(args, scales, strict=True)]

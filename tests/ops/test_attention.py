@@ -40,7 +40,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 4 queries and 4 keys: of the table three and two, the last with rows to spare."""
+    """Use chunks of at most 4 queries and 4 keys, so that the last chunks are not full."""
     monkeypatch.setattr(kernels, "_CHUNK", {"cpu": 4})
 
 
@@ -70,7 +70,7 @@ TABLE: dict[str, tuple[int, int, np.ndarray | None, bool, tuple[Any, Any, Any]]]
 
 
 def reference(q, k, v, ct, mask=None, is_causal=False, mult=1.0):
-    """Attention and its gradients for a cotangent, by the book."""
+    """Compute attention and its gradients in float64 by the textbook formulas."""
     groups, factor = q.shape[2] // k.shape[2], mult / q.shape[-1]
     wide_k, wide_v = np.repeat(k, groups, 2), np.repeat(v, groups, 2)
     logits = factor * np.einsum("bthd,bshd->bhts", q, wide_k)
@@ -206,7 +206,7 @@ FAR = [(100, -100, 0, "float16"), (100, 100, -100, "float32"), (-100, -100, 100,
 
 
 def test_scales_far_from_1() -> None:
-    """Their product may be out of float32's range where the logits are not."""
+    """The product of scales may overflow float32 although the logits do not."""
     table = {}
     for q_power, k_power, shift, dtype in FAR:
         q, k, v = (jnp.asarray(a, dtype) for a in normal("far", SHAPE, SHAPE, SHAPE))
@@ -223,7 +223,7 @@ def test_scales_far_from_1() -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_strict_promotion(implementation: str) -> None:
-    """Where it is lowered too: JAX's own attention then promotes bfloat16."""
+    """Also during lowering, because JAX's own attention promotes bfloat16."""
     x = jax.ShapeDtypeStruct((2, 3, 4, 8), jnp.bfloat16)
     how = {"implementation": implementation, "is_causal": True, "mask": drawn((3, 3), 0.5)}
     with jax.numpy_dtype_promotion("strict"):
@@ -234,7 +234,7 @@ def test_strict_promotion(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_float16_gradients_overflow_only_where_they_are_beyond_its_range(implementation) -> None:
-    """Those of weights and logits are sums over the head, larger than those of q, k and v."""
+    """Gradients of weights and logits are sums over the head, larger than those of q, k and v."""
     shape = (1, 64, 2, 64)
     q, k, v, ct = (np.float16(a) for a in normal("range", shape, shape, shape, shape))
     v, ct = np.float16(4) * abs(v), np.float16(400) * abs(ct)
@@ -254,7 +254,7 @@ def test_float16_gradients_overflow_only_where_they_are_beyond_its_range(impleme
 
 
 def test_large_logits_that_are_equal() -> None:
-    """The logarithm of a sum of two is lost beside a logit of 2^24."""
+    """Adding log(2) to a logit of 2^24 has no effect in float32."""
     q, v = jnp.full((1, 1, 1, 1), 2.0**24), jnp.asarray([1.0, 3.0]).reshape(1, 2, 1, 1)
     f = functools.partial(attend, implementation="chunked")
     y, (_, _, dv) = pulled(f, q, jnp.ones((1, 2, 1, 1)), v)
@@ -312,7 +312,7 @@ def test_dropout() -> None:
     [("float16", 0.0, "plain"), slow("bfloat16", 0.5, "plain"), ("float32", 0.0, "chunked")],
 )
 def test_operands_that_vary_differently_in_shard_map(dtype, rate, implementation) -> None:
-    """Queries of each device meet the values of all, whose gradient is summed over the devices."""
+    """Each device's queries attend to all values, whose gradients are summed over devices."""
     q, v = (jnp.asarray(a, dtype) for a in normal("shard", (2, 8, 2, 4), (1, 8, 2, 4)))
     options = {"is_causal": not rate, "dropout_rate": rate, "implementation": implementation}
     options |= {"dropout_key": jax.random.key(0), "deterministic": False}
@@ -332,7 +332,7 @@ def test_operands_that_vary_differently_in_shard_map(dtype, rate, implementation
 
 @pytest.mark.slow
 def test_other_transformations_see_the_same_function() -> None:
-    """Scalify walks the loop; the check of gradients differentiates what is in it."""
+    """Scalify and `check_gradients` also handle the loop over chunks."""
     (x,) = (jnp.asarray(a, jnp.float32) for a in normal("walk", (1, 5, 2, 2)))
     params = {"q": jnp.float32(1.0), "k": jnp.float32(2.0), "v": jnp.float32(3.0)}
 
@@ -384,7 +384,7 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("is_causal", [slow(False), True])
 def test_no_array_of_all_weights(is_causal: bool) -> None:
-    """What the compiled program holds at once, forward and backward, is not quadratic."""
+    """The memory of the compiled program is not quadratic in the sequence length."""
     x = jax.ShapeDtypeStruct((1, 2048, 2, 16), jnp.float32)
     bytes_of_weights = 2 * 2048**2 * 4
 

@@ -1,4 +1,4 @@
-"""Which implementation a call of attention takes, the fused kernels, and tokens over devices."""
+"""The choice of attention implementations, fused kernels, and sequences sharded over devices."""
 
 import functools
 import re
@@ -30,7 +30,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 @contextmanager
 def gpu(capability: str = "9.0", platform_version: str = "cuda 13000") -> Iterator[None]:
-    """Lets the rule find a GPU that is not there; JAX is told of a Hopper with cuDNN 9.12."""
+    """Pretend to have a Hopper GPU with cuDNN 9.12."""
     device = SimpleNamespace(compute_capability=capability)
     backend = SimpleNamespace(
         platform="gpu", platform_version=platform_version, local_devices=lambda: [device]
@@ -133,7 +133,7 @@ def test_several_devices_of_a_tpu_need_a_mesh(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_jax_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version of cuDNN that lacks the kernel: the other path, or an error, never the kernel."""
+    """If cuDNN lacks the kernel, another implementation is used, or an error raised."""
 
     def dot_product_attention(*args: Any, **options: Any) -> Any:
         raise NotImplementedError("needs cuDNN 99\nand more")
@@ -153,7 +153,7 @@ def grads_of(implementation: str, **options: Any) -> Callable[..., Any]:
 
 
 def test_the_op_traces_the_kernel_forward_and_backward() -> None:
-    """On this machine without a GPU, as for a program that is compiled ahead of time."""
+    """Trace the kernel on a machine without a GPU, as for ahead-of-time compilation."""
     args = x, *[x[:, :6, :2]] * 2
     auto = functools.partial(grads_of, "auto", is_causal=True)  # JAX traces a function once
     with cudnn_of((9, 0), 91200):
@@ -219,7 +219,7 @@ def interpreted(is_causal: bool) -> Any:
 
 
 def assert_close(found: Any, expected: Any, tolerance: float = 2.0**-6) -> None:
-    """Results in bfloat16 have a few roundings behind them."""
+    """Compare results in bfloat16 up to a few roundings."""
     for a, e in zip(found, expected, strict=True):
         e = np.asarray(e, np.float32)
         np.testing.assert_allclose(np.asarray(a, np.float32), e, atol=tolerance * np.abs(e).max())
@@ -257,7 +257,7 @@ def test_splash_of_one_head_and_under_vmap() -> None:
     ],
 )
 def test_splash_on_each_device(axes: dict[str, int], make: Any) -> None:
-    """Whatever divides the batch and the heads; an axis of another name divides nothing."""
+    """Batch and heads may be sharded over any known axes; other axes do not matter."""
     args = operands()
     mesh = make(**axes)
     place = NamedSharding(mesh, P(next(iter(axes))))

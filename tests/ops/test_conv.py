@@ -26,7 +26,7 @@ from .conformance import (
 
 
 def sides(padding, size, reach, strides):
-    """Padding as pairs; ``reach`` is the dilated size of a window less one."""
+    """Return padding as pairs; `reach` is the dilated window size minus one."""
     if padding == "SAME":
         total = np.maximum((-(-size // strides) - 1) * strides + reach + 1 - size, 0)
         return [(t // 2, t - t // 2) for t in total]
@@ -36,7 +36,7 @@ def sides(padding, size, reach, strides):
 
 
 def conv(x, kernel, bias=0.0, *, strides=1, padding="SAME", dilation=1, input_dilation=1, groups=1):
-    """One product per tap of the kernel and per group."""
+    """Convolve with one matmul per tap of the kernel and group."""
     *window, fan, out = kernel.shape
     rank = len(window)
     gaps = np.broadcast_to(input_dilation, rank)
@@ -85,7 +85,7 @@ CONVS = {
 
 
 def arguments(name: str):
-    """Op and reference, and the roots of the number of terms that each of three products sums."""
+    """Return op, reference, and the roots of the numbers of terms in the three sums."""
     x, kernel, options = CONVS[name]
     given = {"feature_group_count" if k == "groups" else k: v for k, v in options.items()}
     options, op = dict(options), ops.conv
@@ -139,7 +139,7 @@ POOLS = {"avg": (ops.avg_pool, rules.avg_pool), "max": (ops.max_pool, rules.max_
 
 
 def pool(x, window, strides=None, padding="VALID", count_include_pad=True, *, f):
-    """Window by window."""
+    """Pool window by window."""
     rank = len(window)
     strides = np.array(strides or (1,) * rank)
     pads = sides(padding, np.array(x.shape[-1 - rank : -1]), np.array(window) - 1, strides)
@@ -158,7 +158,7 @@ def pool(x, window, strides=None, padding="VALID", count_include_pad=True, *, f)
 
 
 def pools(f: str, shape, *arguments, **options):
-    """A check of a pool with the factors of its rule."""
+    """Make a check of a pool with the factors of its rule."""
     op, rule = POOLS[f]
     factors = rule(*arguments[:2], **options)
     return case(
@@ -247,7 +247,7 @@ def test_integers_as_padding_and_steps() -> None:
 
 
 def test_float16_is_summed_wide() -> None:
-    """48 products of 2000 sum to 96000 > 65504, times 48^-1/2 they do not."""
+    """48 products of 2000 sum to 96000 > 65504, but not after the factor 48^-1/2."""
     x, w = np.full((1, 8, 16), 50.0, np.float16), np.full((3, 16, 1), 40.0, np.float16)
     y, pooled = compute(
         {
@@ -260,7 +260,7 @@ def test_float16_is_summed_wide() -> None:
 
 
 def test_bfloat16_stays_bfloat16() -> None:
-    """Operands of all three products; sums are float32, so that only results are rounded."""
+    """Operands of all three convolutions are bfloat16, and sums float32."""
     args = scaled(
         normal("bfloat16", (2, 6, 64), (3, 64, 32), (2, 6, 32)), (None,) * 3, jnp.bfloat16
     )

@@ -1,4 +1,4 @@
-"""What ops refuse: the type of the error, and the argument that it names."""
+"""Errors of ops: type, and the name of the argument."""
 
 from collections.abc import Callable
 from typing import Any

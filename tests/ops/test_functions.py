@@ -1,4 +1,4 @@
-"""Activations, gated linear units, softmax, dropout, and functions made ops."""
+"""Activations, gated linear units, softmax, dropout, and functions converted to ops."""
 
 import functools
 
@@ -176,7 +176,7 @@ def test_constraint_and_mult() -> None:
 
 @pytest.mark.parametrize("name", ["gelu", "relu", *map(slow, ("silu", "tanh", "sigmoid"))])
 def test_float16_is_rounded_once(name: str) -> None:
-    """Every float16 in [-8, 8]: the exact value rounded, but for the error of float32."""
+    """For every float16 in [-8, 8], the result is the exact value, rounded once."""
     op, reference, *_ = ACTIVATIONS[name]
     fwd = FWD[name]
     bits = np.arange(2**15, dtype=np.uint16).view(np.float16)
@@ -213,7 +213,7 @@ def test_dtypes_and_what_is_kept_for_the_backward_pass() -> None:
 
 
 def test_the_second_derivative_of_gelu_is_finite() -> None:
-    """Also where the exponential in it is not."""
+    """It is finite also where the exponential in it overflows."""
     x = np.array([-1e3, -20.0, -9.7, -1.0, 0.0, 3.0, 20.0])
     found = jax.jit(jax.vmap(jax.grad(jax.grad(_gelu))))(np.float32(x))
     with jax.enable_x64(True):

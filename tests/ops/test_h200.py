@@ -1,4 +1,4 @@
-"""What an H200 would run for the readout and its loss in chunks."""
+"""Kernels of an H200 for the readout and its loss in chunks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compiled(config: MatmulConfig | None, chunk: int) -> Any:
 
 
 def body(program: Any) -> str:
-    """The part of a program that is run for each chunk: the one with the products."""
+    """Return the computation that runs for each chunk: the one with matmuls."""
     parts = program.as_text().split("\n\n")
     return next(part for part in parts if "__cublas$lt$matmul" in part)
 

@@ -28,7 +28,7 @@ ROWS = 6
 
 
 def affine(x, kernel, bias=None, *, factor: float = 1.0):
-    """The unscaled layer; the bias divided by the factor that `check` multiplies it with."""
+    """Compute the layer; the bias is divided by the factor, as `check` multiplies by it."""
     y = x @ kernel
     return y if bias is None else y + bias / factor
 
@@ -98,7 +98,7 @@ CASES |= {f"einsum {name}, bias": einsum_case(name, 3) for name in ("heads", "ex
 
 
 def update(x, a, b, base=None):
-    """The base divided by the factor that `check` multiplies it with."""
+    """Compute the layer; the base is divided by the factor, as `check` multiplies by it."""
     return x @ a @ b + (0 if base is None else base * (IN * RANK) ** 0.5)
 
 
@@ -126,7 +126,7 @@ def grouped(x, kernel, bias=None):
 
 
 def by_group(x, kernel, bias=None):
-    """The last row has no group."""
+    """Compute the grouped layer; the last row belongs to no group."""
     y = np.einsum("ri,rio->ro", x[:5], kernel[OF_ROWS])
     y = y if bias is None else y + bias[OF_ROWS] * IN**0.5
     return np.concatenate([y, np.zeros((1, OUT))])
@@ -319,7 +319,7 @@ def test_dtypes(op) -> None:
 
 
 def test_float16_factor_is_applied_to_the_wide_sum() -> None:
-    """4096 products of 16 sum to 65536 > 65504; the factor 1 / 64 brings them back to 1024."""
+    """4096 products of 16 sum to 65536 > 65504, but to 1024 with the factor 1 / 64."""
     x, w = np.full((2, 4096), 4.0, np.float16), np.full((4096, 3), 4.0, np.float16)
     run = jax.jit(lambda x, w, dy: pulled(ops.dense, x, w, cotangent=dy))
     y, (_, dw) = run(x, w, np.float16(10000))
@@ -331,7 +331,7 @@ def test_float16_factor_is_applied_to_the_wide_sum() -> None:
 
 
 def test_quantized_dense_against_a_manual_product() -> None:
-    """The whole layer in float64 NumPy, with only the casts of ml_dtypes."""
+    """Compare with the layer in float64 NumPy, with casts by ml_dtypes."""
     config = MatmulConfig(cotangent="float8_e5m2")
     x, w, b, dy = normal("fp8", (2, 3, 8), (8, 4), (4,), (2, 3, 4))
     x, dy = rounded(x, "bfloat16"), rounded(dy, "bfloat16")
@@ -364,7 +364,7 @@ STRATEGIES = {"unit": Unit(), "dynamic": Dynamic(), "block": Block()}
     ids=str,
 )
 def test_a_kernels_scale_in_a_quantized_product(dtype: str, scales) -> None:
-    """A factor of all three products, but for float16."""
+    """The scale is a factor of all three matmuls, except in float16."""
     x, w, dy = (jnp.asarray(a) for a in normal("fp8", (2, 16, 32), (32, 32), (2, 16, 32)))
     x, dy = x.astype(dtype), dy.astype(dtype)
     x_scale, w_scale = (None if s is None else jnp.float32(s) for s in scales)
@@ -405,7 +405,7 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_scales_of_products_stay_in_range(dtype: str) -> None:
-    """2^100 * 2^100 and 2^-100 * 2^-100 are out of float32's range; the values are not."""
+    """The product of two scales, 2^200 or 2^-200, is out of float32's range; the values are not."""
     table = {}
     for name, (op, *shapes) in PRODUCTS.items():
         x, w = (a.astype(jnp.dtype(dtype)) for a in normal(name, *shapes))

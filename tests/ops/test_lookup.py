@@ -1,4 +1,4 @@
-"""Embedding look-up, and rotary position embedding."""
+"""Embedding lookup, and rotary position embedding."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def rotate(x, positions=POSITIONS, base=10000.0):
-    """Each pair of features as a complex number, turned."""
+    """Rotate pairs of features as complex numbers."""
     half = x.shape[-1] // 2
     z = x[..., :half] + 1j * x[..., half:]
     angles = np.asarray(positions)[..., None] * base ** (-np.arange(half) / half)
@@ -85,7 +85,7 @@ def test_scale_and_dtype_of_the_output() -> None:
 
 
 def test_rows_are_summed_wide() -> None:
-    """Half of the 100 cotangents of 2000 sum to 100000 > 65504, times (2 / 100)^1/2 is 14142."""
+    """50 cotangents of 2000 sum to 100000 > 65504, but to 14142 with the factor (2 / 100)^1/2."""
     table, op = np.ones((2, 3), np.float16), functools.partial(ops.embed, np.arange(100) % 2)
     run = jax.jit(lambda dy: pulled(op, table, cotangent=dy)[1][0])
     cotangents = np.full((100, 3), 2000.0, np.float16)
@@ -100,7 +100,7 @@ READOUT = np.float32(normal("readout", (2, 3, 5))[0])
 
 
 def shared(table, look):
-    """A table as what is looked up, and as what logits are made of."""
+    """Use a table both for lookup and for logits."""
     rows, kept = look(table)
     logits = jnp.einsum("btf,vf->btv", rows.value, jnp.asarray(ops.scale(kept, 1.0, 2.0)))
     return jnp.sum(READOUT * jnp.tanh(logits))
@@ -116,7 +116,7 @@ def apart(table):
 
 @pytest.mark.parametrize("dtype", [slow("float32"), "float16", slow("bfloat16"), "float64"])
 def test_a_tied_table_has_the_sum_of_both_gradients(dtype: str) -> None:
-    """As `embed` and a second use of the table, and rounded once less."""
+    """The gradient is that of both uses, with one rounding less."""
     with jax.enable_x64(dtype == "float64"):
         data = jnp.asarray(normal("tied", (5, 2))[0], dtype)
 
@@ -142,7 +142,7 @@ def test_a_tied_table_has_the_sum_of_both_gradients(dtype: str) -> None:
 
 
 def test_a_tied_table_needs_no_other_array_of_its_size() -> None:
-    """Only the gradient of its second use is one, and the rows' is added there."""
+    """The lookup's gradient is added into that of the second use of the table."""
 
     def whole(look) -> int:
         text = str(jax.make_jaxpr(jax.grad(lambda t: shared(t, look)))(jnp.ones((5, 2))))
@@ -163,7 +163,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("table_place", "ids_place"), PLACES, ids=str)
 def test_rows_on_a_mesh_whose_axes_are_part_of_the_type(table_place: P, ids_place: P) -> None:
-    """Where JAX would have to be told what lies where."""
+    """With explicit axis types, where JAX by itself would need the sharding of the result."""
     table, ids = np.float32(normal("mesh", (8, 4))[0]), np.arange(24).reshape(4, 6) % 8
 
     def gradients(table, ids):
@@ -186,7 +186,7 @@ def test_rows_on_a_mesh_whose_axes_are_part_of_the_type(table_place: P, ids_plac
 
 
 def test_an_id_outside_gives_nan_and_no_gradient() -> None:
-    """Rows beyond the vocabulary are outside, and the factor counts the vocabulary alone."""
+    """Padding rows count as outside; the factor depends on the vocabulary without padding."""
 
     def look(ids, options, table):
         y, vjp = jax.vjp(lambda t: ops.embed(ids, t, **options).data, table)

@@ -1,4 +1,4 @@
-"""Losses: ordinary values, unit-scaled gradients; with a readout, whatever the chunks."""
+"""Losses: ordinary values and unit-scaled gradients, also with a readout in chunks."""
 
 import functools
 import itertools
@@ -62,7 +62,7 @@ def fused(x, kernel, **options):
 
 
 def kept(where=None, reduction="mean", mult=1.0) -> float:
-    """The factor undoes mult; the 1/N of the mean is kept out of the backward."""
+    """Return the gradient of the logits: without mult, and without the 1/N of the mean."""
     counted = TOKENS if where is None else where.sum()
     return FACTOR / mult * (counted if reduction == "mean" else 1)
 
@@ -157,7 +157,7 @@ RARELY = [
 
 
 def both(config: str, dtype: str, tied: bool, chunk: int | None) -> Any:
-    """Value and gradients by x, kernel and state: in one op, and in two."""
+    """Return value and gradients by x, kernel and state, in one op and in two."""
     how = CONFIGS[config]
     stateful = how is not None and isinstance(how.strategy, Delayed)
     state = QuantState.create(how.strategy) if stateful else None
@@ -180,7 +180,7 @@ def both(config: str, dtype: str, tied: bool, chunk: int | None) -> Any:
 
 @pytest.fixture
 def undithered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients as of two ops, of which the loss does not know how its gradient is rounded."""
+    """Compute gradients with two ops, readout and loss."""
     monkeypatch.setattr("unitscale.ops._readout_cross_entropy._mantissa_bits", lambda config: None)
 
 
@@ -208,7 +208,7 @@ def test_every_policy_is_that_of_the_two_ops(rows) -> None:
 
 @pytest.mark.usefixtures("undithered")
 def test_logits_in_a_dtype_of_their_own() -> None:
-    """The loss is that of plain products; gradients are quantized products of its cotangent."""
+    """The loss uses plain matmuls; gradients use quantized matmuls of its cotangent."""
     config = MatmulConfig(cotangent="float8_e5m2")
 
     def both(chunk, reduction, x, kernel):
@@ -254,7 +254,7 @@ def test_dtypes() -> None:
 
 
 def test_small_gradients_survive_float16() -> None:
-    """A probability of 3e-8 is below float16's subnormals / 2, times the factor 224 it is not."""
+    """A probability of 3e-8 underflows in float16, but not after the factor 224."""
     vocab = 50000
     z = jnp.zeros((1, vocab), jnp.float16).at[0, 0].set(6.5)
     grad = np.asarray(jax.jit(jax.grad(ops.softmax_cross_entropy))(z, jnp.array([0])))
@@ -308,7 +308,7 @@ def test_tokens_that_do_not_count_may_hold_anything() -> None:
 
 
 def test_infinite_logits() -> None:
-    """A class masked by -inf has probability and gradient 0; the others share the rest."""
+    """A class masked by -inf has probability and gradient 0."""
     x = np.float16([[0.0, -np.inf, 0.0, -np.inf, 0.0]])
     run, scales = jax.value_and_grad(ops.softmax_cross_entropy), (None, 4.0, 0.25)
     table = {scale: (run, ScaledArray(x, scale), np.array([2])) for scale in scales}
@@ -325,7 +325,7 @@ def test_infinite_logits() -> None:
 
 
 def test_labels() -> None:
-    """Of any integer type; negative ones from the end; no class, not even padding, is NaN."""
+    """Labels may have any integer dtype or be negative; outside of the classes the loss is NaN."""
     x, kernel = (np.float32(a) for a in normal("labels", (3, IN), (IN, 300)))
     ends = functools.partial(ops.readout_cross_entropy, x, kernel, reduction="none")
     logits = functools.partial(
@@ -348,7 +348,7 @@ def test_labels() -> None:
 
 @pytest.mark.parametrize(("tied", "chunk"), [(False, 4), slow(True, None)])
 def test_padding_has_no_probability_and_no_gradient(tied: bool, chunk: int | None) -> None:
-    """Not even if it holds something."""
+    """Also if padding has nonzero entries."""
     wide = jnp.pad(KERNEL, ((0, 0), (0, 8 - VOCAB)), constant_values=50.0)
     turned = (lambda a: a.T) if tied else (lambda a: a)
     run = functools.partial(fused, transposed=tied, chunk_size=chunk)
@@ -363,7 +363,7 @@ def test_padding_has_no_probability_and_no_gradient(tied: bool, chunk: int | Non
 
 @pytest.mark.parametrize("checked", [True, slow(False)])
 def test_over_devices(checked: bool) -> None:
-    """The mean of the devices' gradients is that of the batch."""
+    """The mean of the devices' gradients is the gradient of the batch."""
     x, kernel = (np.float32(a) for a in normal("devices", (8, 3, IN), (VOCAB, IN)))
     labels, where = np.arange(24).reshape(8, 3) % VOCAB, np.arange(24).reshape(8, 3) % 3 < 2
 
@@ -388,7 +388,7 @@ def test_over_devices(checked: bool) -> None:
 
 @pytest.mark.parametrize("axes", [slow({"data": 4}), {"data": 2, "tensor": 2}], ids=str)
 def test_divided_by_the_compiler(axes: dict[str, int]) -> None:
-    """The batch over devices, and the classes too: the numbers of one device."""
+    """With batch and classes sharded by the compiler, results equal those of one device."""
     x, kernel = (np.float32(a) for a in normal("divided", (8, 3, IN), (IN, 6)))
     labels = np.arange(24).reshape(8, 3) % 5
 
@@ -448,7 +448,7 @@ ROWS_OF_LOGITS = [
 
 
 def test_the_normalizer_of_one_pass_is_that_of_two() -> None:
-    """A sum that has met a larger logit is rounded once more: as often as there are such logits."""
+    """Each new maximum adds one rounding to the sum."""
     rows = {i: np.float32([row, row[::-1]]) for i, row in enumerate(ROWS_OF_LOGITS)}
     passes = lambda z: (in_one_pass(z), in_two_passes(z))  # noqa: E731
     for i, (one, two) in compute({i: (passes, z) for i, z in rows.items()}).items():

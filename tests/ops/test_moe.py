@@ -1,4 +1,4 @@
-"""Mixture of experts against dense NumPy, in which every expert sees every token."""
+"""Mixtures of experts against dense NumPy, in which every expert processes every token."""
 
 import functools
 
@@ -40,7 +40,7 @@ def softmax(z):
 
 
 def gates_of(x, kernel, top_k, mult, renormalize):
-    """(tokens, experts), zero for experts that were not chosen."""
+    """Return gates (tokens, experts), zero for experts that are not chosen."""
     z = mult * WIDTH**-0.5 * x.reshape(-1, WIDTH) @ kernel
     mask = z >= -np.sort(-z, axis=-1)[:, top_k - 1 : top_k]
     return softmax(np.where(mask, z, -np.inf) if renormalize else z) * mask
@@ -74,7 +74,7 @@ def shapes(experts):
 
 
 def router_factor(route):
-    """What the gradient of the router's kernel is times, over its derivative."""
+    """Return the gradient of the router's kernel over its true derivative."""
     experts, top_k, mult, renormalize = route
     options = {"top_k": top_k, "mult": mult, "renormalize": renormalize, "out_features": 5}
     factors = rules.router(WIDTH, experts, TOKENS, **options)
@@ -166,7 +166,7 @@ def test_routing() -> None:
 
 @pytest.mark.parametrize("dtype", [slow("float32"), "float16"])
 def test_all_tokens_to_one_expert(dtype: str) -> None:
-    """None is dropped, and what sees no token has a gradient of exactly zero."""
+    """No token is dropped, and experts without tokens have zero gradients."""
     experts, tokens = 4, 8
     x, up, down = (
         a.astype(dtype)
@@ -185,7 +185,7 @@ def test_all_tokens_to_one_expert(dtype: str) -> None:
 
 
 def test_attached_losses() -> None:
-    """The gradient is that of the sum, the value that of the first."""
+    """The gradient is that of the sum, the value that of the first loss."""
     x, kernel = (jnp.asarray(a, jnp.float32) for a in normal("attach", (6, WIDTH), (WIDTH, 3)))
 
     def parts(kernel):
@@ -221,7 +221,7 @@ def gradients(x, kernel, up, down):
 
 
 def test_inside_of_shard_map_each_device_has_its_experts() -> None:
-    """With the batch divided too: the mean over its parts of the gradients, as in one place."""
+    """Also with a sharded batch, gradients averaged over devices equal those of one device."""
     mesh = mesh_of(data=2, expert=2)
     args = [jnp.asarray(a, jnp.float32) for a in normal("manual", *shapes(4))]
 
@@ -241,7 +241,7 @@ def test_inside_of_shard_map_each_device_has_its_experts() -> None:
 
 @pytest.mark.slow
 def test_scales_of_experts_on_several_devices() -> None:
-    """Kernels with a scale for each expert, as optimizers store them."""
+    """Kernels have a scale for each expert, as optimizers store them."""
     x, kernel, up, down = (jnp.asarray(a, jnp.float32) for a in normal("scales", *shapes(4)))
     scale = jnp.array([1.0, 1.0, 4.0, 4.0]).reshape(4, 1, 1)
     args = x, kernel, ScaledArray(up / scale, scale), ScaledArray(down / scale, scale)

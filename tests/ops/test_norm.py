@@ -25,7 +25,7 @@ WEIGHT = 6**-0.5  # of six rows
 
 
 def norm_over(axes, groups=None, centered=True):
-    """The formula; the last axis is split into groups before ``axes`` are averaged."""
+    """Normalize by the formula; split the last axis into groups before averaging over `axes`."""
 
     def reference(x, gain=1.0, bias=0.0, eps=1e-6):
         z = x if groups is None else x.reshape(*x.shape[:-1], groups, -1)
@@ -103,7 +103,7 @@ def test_default_eps_is_that_of_flax() -> None:
 
 
 def test_eps_over_a_tiny_scale_is_not_infinite() -> None:
-    """Beside eps such values are nothing: y = x / eps^1/2."""
+    """For values far below eps, y = x / eps^1/2."""
     data = np.float32([[3.0, 4.0]])
     for scale in (2.0**-120, 2.0**-80):
         y, (dx,) = pulled(lambda d, s=scale: ops.rms_norm(ScaledArray(d, s), eps=1e-6), data)
@@ -124,7 +124,7 @@ def test_zeros_have_finite_gradients_and_an_empty_batch_a_shape() -> None:
 
 
 def test_the_gradient_at_zero_is_that_of_the_value() -> None:
-    """(I - 1 / n) / eps^1/2 by the value, however large its scale is."""
+    """The gradient at zero is (I - 1 / n) / eps^1/2, whatever the scale."""
     x, scales = jnp.zeros(4), jnp.float32([2.0**-40, 2.0**40, 2.0**100])
     for op, centered in ((ops.layer_norm, 1.0), (ops.rms_norm, 0.0)):
         of_value = grad(lambda x, op=op: op(x, eps=2.0**-18).data[0])
@@ -155,7 +155,7 @@ def test_float16_and_float64() -> None:
 
 
 def test_large_means_do_not_cancel() -> None:
-    """A row far from zero, and one without variance."""
+    """Test a row far from zero, and a constant row."""
     x = np.float32([[1000.5, 1001.5, 999.0, 1003.0], [3.0] * 4])
     (dy,) = normal("large", x.shape)
     y, (dx,) = pulled(functools.partial(ops.layer_norm, eps=0.5), x, cotangent=np.float32(dy))
@@ -189,7 +189,7 @@ def test_batch_statistics_are_those_of_the_value() -> None:
 
 
 def test_statistics_are_computed_once_and_kept() -> None:
-    """The backward takes no root; beside operands it has mean and inverse of each row."""
+    """The backward pass computes no root; it gets the mean and inverse deviation of each row."""
     x, ones = np.ones((6, 8), jnp.bfloat16), np.ones(8, np.float16)
     pull = lambda *args: jax.vjp(lambda *args: ops.layer_norm(*args).data, *args)  # noqa: E731
     y, vjp = jax.eval_shape(pull, x, ones, ones)

@@ -1,4 +1,4 @@
-"""Chunks of tokens: logits are never whole, and devices keep their own sums until the end."""
+"""Readout in chunks of tokens: memory of logits, and sums that devices keep until the end."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ def compiled(tokens: int, chunk: int | None, config: MatmulConfig | None = None)
 
 
 def largest(program: Any) -> int:
-    """Elements of the largest array that an optimized program names."""
+    """Return the size of the largest array in an optimized program."""
     shapes = re.findall(r"\b(?:f|bf|s|u|pred)\d*\w*\[([\d,]+)\]", program.as_text())
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
@@ -77,7 +77,7 @@ def test_large_logits_are_cut_by_default(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_device_has_as_many_logits_as_one_would(
     monkeypatch: pytest.MonkeyPatch, explicit: bool, spec: P, count: int
 ) -> None:
-    """Fewer chunks: each of them adds to a sum over all devices."""
+    """Chunks are fewer on several devices, because each adds to a sum over all devices."""
     monkeypatch.setattr(readout, "MOST_LOGITS", 8 * VOCAB)
     x, table, labels = jnp.ones((8, 8, WIDTH)), jnp.ones((VOCAB, WIDTH)), jnp.zeros((8, 8), int)
     grad = jax.grad(functools.partial(entropy, labels=labels), argnums=(0, 1))
@@ -110,7 +110,7 @@ def test_every_device_has_as_many_logits_as_one_would(
 def test_chunks_of_every_device_give_what_one_device_gives(
     name: str, reduction: Any, axes: dict[str, int], spec: P
 ) -> None:
-    """Sums that devices keep until the end; what delayed scaling has seen, too."""
+    """Devices keep their sums, and the amax of delayed scaling, until the end."""
     strategy = Delayed()
     config = {
         "none": None,
@@ -143,7 +143,7 @@ def test_chunks_of_every_device_give_what_one_device_gives(
 
 @pytest.mark.usefixtures("optimized")
 def test_devices_are_added_once() -> None:
-    """No sum over devices stands in the body of the loop."""
+    """The loop's body has no sum over devices."""
     mesh = mesh_of(data=4)
     x, labels = jnp.ones((8, 6, WIDTH)), jnp.zeros((8, 6), int)
     with jax.set_mesh(mesh):

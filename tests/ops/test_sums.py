@@ -183,7 +183,7 @@ CONSTRAINTS = {
 
 
 def test_constraint_and_broadcasts() -> None:
-    """Only without a constraint broadcasting changes a factor."""
+    """Broadcasting changes factors only without a constraint."""
     cases = {
         how: linear(
             functools.partial(ops.add, constraint=how),
@@ -276,7 +276,7 @@ def test_gradients_inside_the_branch_do_not_see_tau() -> None:
 
 
 def test_gradients_of_a_fan_out_are_added_in_order_and_saturate() -> None:
-    """Of three numbers whose sum depends on the order: 2^24 + 1 is 2^24 in float32."""
+    """Sum three numbers whose result depends on the order, as 2^24 + 1 is 2^24 in float32."""
 
     @jax.jit
     def gradient(*weights):

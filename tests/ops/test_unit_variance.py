@@ -1,4 +1,4 @@
-"""Unit results and gradients; and the constants of gradients in `batch_size`, which are one."""
+"""Results and gradients have unit RMS; in `batch_size`, gradients share one constant."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ def assert_unit(
     seeds: float = np.inf,
     trials: int = 64,
 ) -> None:
-    """Output and gradients of standard normal inputs have mean square 1.
+    """Check that output and gradients of standard normal inputs have mean square 1.
 
-    The tolerance is five standard errors of the mean over trials, and of that over seeds if the
-    op's factors were estimated from so many draws, plus a stated bias.
+    The tolerance is five standard errors of the mean over trials, and over seeds if the op's
+    factors are simulated, plus a stated bias.
     """
 
     def apply(*args: jax.Array) -> jax.Array:
@@ -50,12 +50,12 @@ def assert_unit(
 
 
 def free(op: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """The op without a constraint, so that gradients are unit too."""
+    """Return the op without a constraint, so that gradients have unit RMS, too."""
     return functools.partial(op, constraint=None, **options)
 
 
 def centred(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Factors divide by the standard deviation, and leave the mean where it is."""
+    """Subtract the mean, because factors only account for the standard deviation."""
 
     def f(x):
         y = op(x, constraint=None).data
@@ -179,13 +179,13 @@ COUNTS = jnp.arange(96) % 5 > 0
 
 
 def of(y: Any) -> jax.Array:
-    """A loss of numbers whose sum over items does not vanish."""
+    """Return a loss whose gradients do not cancel when they are summed over items."""
     y = to_array(y)
     return jnp.sum(jnp.sin(y + jnp.arange(y.size).reshape(y.shape) / y.size))
 
 
 def twice(f: Callable[..., Any], first: Any, second: Any) -> Callable[..., Any]:
-    """With another constant for each, as nothing but the direction is kept."""
+    """Check that gradients are proportional, with any constants."""
     return lambda w: 30 * of(f(first, w)) + of(f(second, w))
 
 

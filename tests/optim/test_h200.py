@@ -1,4 +1,4 @@
-"""What an H200 would move for a step of an optimizer."""
+"""Memory traffic of an optimizer's step on an H200."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 
 
 def bytes_a_parameter(tx: Any, params: Any) -> float:
-    """Of kernels outside of the loss and its gradient; transpositions belong to neither."""
+    """Count bytes of kernels outside of the loss and its gradient, transpositions included."""
 
     def step(params: Any, state: Any, x: jax.Array) -> Any:
         return tx.step(params, state, grad(loss)(params, x))
@@ -36,9 +36,9 @@ def bytes_a_parameter(tx: Any, params: Any) -> float:
 
 
 def test_the_update_of_a_product_s_weights_is_one_pass_that_turns_nothing_around() -> None:
-    """14 bytes a parameter, 1 to see how large the FP8 moment is, and samples.
+    """14 bytes per parameter, 1 more for the amax of the FP8 moment, and samples.
 
-    Where the product wrote their gradients transposed, 46 were moved.
+    When the matmul wrote gradients transposed, it was 46 bytes.
     """
     tx = optim.skip_nonfinite(optim.scaled(optax.adamw(1e-3)))
     params = tx.scale_params({"up": jnp.zeros((WIDTH, HIDDEN)), "down": jnp.zeros((HIDDEN, WIDTH))})

@@ -1,9 +1,8 @@
-"""Optimizers in few bits against themselves in float32.
+"""Optimizers with 16- and 8-bit state against the same optimizers in float32.
 
-Gradients are positive and within two binades, so that nothing cancels and nothing is subnormal:
-each rounding then moves a moment by at most half the distance of neighbours, and after T steps an
-update of any of these rules by at most T times the sum of the two, a first moment by eps / 2 and a
-root of a second by eps / 2.
+Gradients are positive and within two binades, so that nothing cancels or is subnormal. Then each
+rounding changes a moment, or the root of a second moment, by at most eps / 2, relative to it. After
+T steps, an update of any of these rules is off by at most T times the sum of the two.
 """
 
 import functools
@@ -70,7 +69,7 @@ QUICK = {"adam": tuple(FORMATS), "muon": ("float32",), "partition": COMMON}
 
 
 def reference(name: str) -> Callable[..., Any]:
-    """Parameters after all steps in float32, and the sum of the magnitudes of the updates."""
+    """Return the parameters after all steps in float32, and the summed magnitudes of updates."""
     inner = OPTIMIZERS[name]()
 
     def step(carry, grads):
@@ -109,7 +108,7 @@ def test_a_state_may_gain_arrays() -> None:
 
 
 def begin(tx: Any, params: Any = PARAMS) -> tuple[Any, Any]:
-    """Parameters in the format of `tx`, and its first state."""
+    """Return parameters in the format of `tx`, and its initial state."""
 
     @jax.jit
     def make(params):
@@ -120,7 +119,7 @@ def begin(tx: Any, params: Any = PARAMS) -> tuple[Any, Any]:
 
 
 def value(w: ScaledArray) -> np.ndarray:
-    """In NumPy, which compiles nothing."""
+    """Convert to float32 in NumPy, without compiling."""
     return np.asarray(w.data, np.float32) * np.asarray(w.scale)
 
 
@@ -168,7 +167,7 @@ def test_jit_donation_and_separate_update_are_the_same() -> None:
 
 
 def test_arithmetic_is_that_of_inner_on_float32_values() -> None:
-    """The update equals that of inner, called with the values of everything."""
+    """The update equals that of the inner optimizer, called with float32 values."""
     seen = {}
 
     def record(updates, state, params):
@@ -210,7 +209,7 @@ def test_stochastic_rounding_has_a_key_of_its_own() -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_an_8_bit_second_moment_follows_its_mean_only_if_rounded_at_random(rounding: str) -> None:
-    """From 1 down to gradients of 1/4: to nearest, b2 = 0.95 moves e4m3 roots no step down."""
+    """Gradients fall from 1 to 1/4: with b2 = 0.95, E4M3 roots rounded to nearest stay at 1."""
     inner = optax.scale_by_rms(decay=0.95, initial_scale=1.0)
     tx = scaled(inner, weights=None, moments=(None, "float8_e4m3fn"), rounding=rounding)
     params, grads = np.ones(4096, np.float32), np.full(4096, 0.25, np.float32)
@@ -252,7 +251,7 @@ def test_extra_arguments_reach_inner() -> None:
 
 
 def test_moments_of_a_stack_have_the_scales_of_its_items() -> None:
-    """Layers whose gradients are 2^24 apart: one scale would lose the smallest in E4M3."""
+    """Gradients of layers differ by 2^24: with one scale, E4M3 would lose the smallest."""
     sizes = jnp.float32([1, 2.0**12, 2.0**-12])[:, None, None]
     params = {"w": sizes * PARAMS["w"]}
     gradient = {"w": sizes * GRADS[0]["w"]}
@@ -273,7 +272,7 @@ def test_moments_of_a_stack_have_the_scales_of_its_items() -> None:
 
 
 def test_small_parameters_and_moments_stay_in_float32() -> None:
-    """In bfloat16 an update of 2^-10 of a gain would be lost."""
+    """In bfloat16, updates of a gain by 2^-10 would be lost."""
     shapes = {"kernel": (64, 64), "thin": (63, 65), "gain": (), "scaled": (64,), "few": (64,)}
     grads = {name: jnp.full(s, 0.5) for name, s in shapes.items()}
     params = {name: jnp.ones(s) for name, s in shapes.items()} | {
@@ -332,7 +331,7 @@ def bad(value: float):
 
 @pytest.mark.parametrize("name", INNERS)
 def test_a_bad_step_changes_nothing_and_is_counted(name: str) -> None:
-    """And a good one is that of inner."""
+    """A good step equals that of the inner optimizer."""
     inner = INNERS[name]()
     tx = skip_nonfinite(inner)
     step = jax.jit(tx.step)

@@ -1,4 +1,4 @@
-"""States of optax: which arrays are moments, in which formats, and where training ends."""
+"""States of optax: which arrays are moments, their formats, and results of training."""
 
 import functools
 import inspect
@@ -35,7 +35,7 @@ def loss(params: Any) -> jax.Array:
 
 
 class Run(NamedTuple):
-    """An optimizer, what its update wants beside gradients, and the format of the weights."""
+    """An optimizer, further arguments of its update, and the format of weights."""
 
     make: Callable[[], Any]
     wants: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ def _makes_transformations(f: Any) -> bool:
 
 
 def test_the_table_is_complete() -> None:
-    """An optimizer that a release of optax adds is placed: run, refused, or only a part."""
+    """Every optimizer of optax must be listed: as tested, refused, or only a part."""
     public = {
         name
         for module in (optax, contrib)
@@ -147,7 +147,7 @@ def is_state(x: Any) -> bool:
 
 
 def states_in(tree: Any) -> list[Any]:
-    """Every state of optax in a state, nested ones too."""
+    """Yield all states of optax in a state, also nested ones."""
     found = [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
     return found + [x for state in found for x in states_in(tuple(state))]
 
@@ -197,11 +197,11 @@ REST = chunks([name for name in RUNS if name not in QUICK], 8)
     "names", [*chunks(QUICK), *(pytest.param(*p.values, marks=pytest.mark.slow) for p in REST)]
 )
 def test_ends_where_the_same_optimizer_ends_in_float32(names: list[str]) -> None:
-    """In shares of the loss that training begins with.
+    """Compare final losses, relative to the initial loss.
 
-    A first moment in E4M3 errs by up to 2^-4 of itself, a step that it makes too, and a loss that
-    falls by a share in every step is as far after 200 as float32 after 1/16 more of them or less.
-    Below 2^-10 the end is in the noise of weights whose entries err by 2^-12 in every step.
+    A first moment in E4M3 has a relative error of up to 2^-4, and so has a step. A loss that falls
+    exponentially is then within what float32 reaches after 1/16 more or fewer of the 200 steps.
+    Below 2^-10, rounding errors of the weights of 2^-12 per step dominate.
     """
     table = {(n, f): (train(RUNS[n], f), PARAMS) for n in names for f in (False, True)}
     results = compute(table | {"start": (loss, PARAMS)})
@@ -229,7 +229,7 @@ MASK = {"a": True, "b": {"c": False}}
 
 
 def found(inner, params=TREE, **kwargs) -> dict[str, str]:
-    """Path of every stored array -> its dtype, with a star where the root is stored."""
+    """Map the path of every stored array to its dtype, with a star if the root is stored."""
     tx = scaled(inner, weights=None, **kwargs)
     state = jax.eval_shape(tx.init, params).inner
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored)
@@ -323,7 +323,7 @@ class OwnState(NamedTuple):
 
 
 def own() -> optax.GradientTransformation:
-    """Not of optax, and so nothing is known of its fields."""
+    """A state that is not of optax, so that its fields are unknown."""
     return optax.GradientTransformation(lambda p: OwnState(p, p), lambda u, s, p: (u, s))
 
 
@@ -347,7 +347,7 @@ TARGETS: dict[str, tuple[Any, float]] = {
 
 
 def test_converted_numbers_are_those_of_the_source_rounded_once() -> None:
-    """Between all pairs of formats, in one program; training goes on from each."""
+    """Convert between all pairs of formats, and continue training from each."""
     shapes = jax.tree.map(jnp.asarray, TREE)
 
     @jax.jit
@@ -385,7 +385,7 @@ def test_converted_numbers_are_those_of_the_source_rounded_once() -> None:
 
 
 def test_a_sum_never_stalls_and_what_is_stored_begins_as_inner_does() -> None:
-    """4,000 gradients of 1, which a sum in 11 bits stops to count at 1,024."""
+    """Sum 4,000 gradients of 1; a sum with few bits would stop growing."""
     tx = scaled(optax.scale_by_rss(initial_accumulator_value=0.0), weights=None)
     params = {"w": jnp.ones(4)}
 

@@ -1,4 +1,4 @@
-"""How weights and moments are stored: error, range and special values of one array."""
+"""Storing an array of weights or moments: error, range and special values."""
 
 import functools
 import itertools
@@ -29,14 +29,14 @@ WIDE = ["bfloat16", "float32"]
 
 
 def sample(seed: int = 0, spread: float = 2.0, shape=(24, 40)) -> np.ndarray:
-    """Magnitudes over `spread` powers of two below 1, both signs."""
+    """Draw magnitudes over `spread` powers of two below 1, with both signs."""
     rng = np.random.default_rng(seed)
     return (2.0 ** -rng.uniform(0, spread, shape) * rng.choice([-1, 1], shape)).astype(np.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def both(x, dtype, root=False, block=None, key=None):
-    """What is stored, and what is read of it."""
+    """Store an array; return what is stored, and the value read back."""
     out = store(Moment(dtype, root, block), x, key)
     return out, load(out)
 
@@ -52,7 +52,7 @@ def read(x, *args, **kwargs):
 @pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])
 @pytest.mark.parametrize("dtype", NARROW + WIDE)
 def test_error_is_half_the_distance_of_neighbours(dtype: str, root: bool) -> None:
-    """Of a root, whose square errs twice as much; zeros and signs stay."""
+    """The square of a stored root has twice its error; zeros and signs are kept."""
     half = format_of(dtype).eps / 2
     for size in (3e-7, 2e9):
         x = sample() * np.float32(size)
@@ -68,7 +68,7 @@ def test_error_is_half_the_distance_of_neighbours(dtype: str, root: bool) -> Non
 @pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_scales_use_the_top_of_the_range_for_each_item_of_a_stack(dtype: str, root: bool) -> None:
-    """Items of one number, which never saturate; and each as if alone."""
+    """Items of a single number never saturate, and each item is scaled by itself."""
     x = np.float32(2.0 ** np.linspace(-30, 30, 41))[:, None, None] * np.ones((2, 3), np.float32)
     x[5] *= sample(3, 4.0, (2, 3)) ** 2
     moment = Moment(dtype, root, stack_axes=1)
@@ -135,7 +135,7 @@ def test_blocks_have_scales_of_their_own(columns: int) -> None:
 
 @pytest.mark.parametrize("root", [False, True])
 def test_stochastic_rounding_is_unbiased(root: bool) -> None:
-    """The root in its own space: the mean of many roundings is the root itself."""
+    """The mean of many roundings of a root is the root itself."""
     n = 4096
     x = np.full(n, 0.3, np.float32)
     x[0] = 1.0
@@ -152,7 +152,7 @@ LARGE = (512, 1024)
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def again(x, before, dtype, root=False):
-    """What is stored of a large array after something else was."""
+    """Store a large array, with the scale of a previous one."""
     before, seen = inspect(before)
     assert is_stored(before)
     assert seen is not None
@@ -165,7 +165,7 @@ def first(dtype: str, root: bool = False):
 
 
 def with_outlier(x: np.ndarray, size: float) -> np.ndarray:
-    """One entry in a row and in a column that no sample has."""
+    """Make an array with one large entry in a row and a column without samples."""
     x = x.copy()
     x[3, 5] = size
     return x
@@ -188,7 +188,7 @@ def test_a_large_array_is_as_exact_in_the_first_step_and_the_next(dtype, size, r
 @pytest.mark.parametrize("root", [False, True], ids=["plain", "root"])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_what_no_sample_has_saturates_at_most_for_some_steps(dtype: str, root: bool) -> None:
-    """2^12 times what is seen, 2^6 in the root; formats of five bits of exponent have room."""
+    """Unsampled entries may be 2^12 times larger, or 2^6 for roots."""
     x = with_outlier(np.full(LARGE, 1.0, np.float32), 2.0**12 if root else 2.0**9)
     out, value = again(x, first(dtype, root), dtype, root)
     assert np.isfinite(value).all()
@@ -339,7 +339,7 @@ def test_a_fresh_scale_when_the_rms_has_left_a_half_to_two(factor: float, moves:
 
 @jax.jit
 def rescaled(data, scale):
-    """After an update of zeros."""
+    """Return the state after an update of zeros."""
     return apply_updates(ScaledArray(data, scale), jnp.zeros(data.shape))
 
 
@@ -375,7 +375,7 @@ def test_small_rows_or_columns_that_are_sampled_clip_no_others(dtype, size) -> N
 
 
 def test_small_updates_are_lost_to_nearest_rounding_and_kept_by_stochastic() -> None:
-    """512 updates of an eighth of the distance of neighbours, of 4096 weights."""
+    """Update 4096 weights 512 times by an eighth of the spacing of their format."""
     n, steps = 4096, 512
 
     def step(w, key):
@@ -425,7 +425,7 @@ STACK = SIZES[:, None, None] * RNG.normal(size=(3, 8, 16)).astype(np.float32)
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_items_of_a_stack_have_their_own_scales_and_keep_them(dtype: str) -> None:
-    """By default of all axes but the last two; what is updated scans as before."""
+    """By default all axes but the last two are stacked; updated parameters can be scanned."""
     params = {"w": STACK, "b": STACK[:, 0]}
     axes = {"w": None, "b": 1}
     changed = jax.tree.map(lambda x: x * np.float32(16), params)

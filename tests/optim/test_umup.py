@@ -1,4 +1,4 @@
-"""u-muP: factors of learning rates by role and shape, their table, and independent weight decay."""
+"""u-muP: learning-rate factors by role and shape, their table, independent weight decay."""
 
 from typing import Any
 
@@ -138,7 +138,7 @@ def test_plain_arrays_as_updates_and_extra_arguments() -> None:
 
 
 class Chain(nnx.Module):
-    """Embedding, layer, readout, with the constraint that the readout is given."""
+    """Make a model of embedding, layer and readout, with the given constraint of the readout."""
 
     def __init__(self, width: int, constraint: str | None):
         rngs = nnx.Rngs(0)
@@ -162,7 +162,7 @@ STEPS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_are_of_one_size_at_every_width(name: str) -> None:
-    """RMS of the steps of vectors and embeddings, and spectral norm of those of kernels."""
+    """Check the RMS of steps of vectors and embeddings, and the spectral norm of kernels' steps."""
     tx, optimizer, constraint = STEPS[name]
     ids = jnp.arange(12)
 
@@ -204,7 +204,7 @@ KERNELS = {  # shape, fan_in, fan_out
 
 
 def test_muon_moves_hidden_kernels_alone_by_orthogonal_steps() -> None:
-    """The singular values of a step are fan_out^1/2, all of them, those of the others Adam's."""
+    """All singular values of a hidden kernel's step are fan_out^1/2; other steps are Adam's."""
     draw = np.random.default_rng(0).standard_normal
 
     def variable(shape: Any, **metadata: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Programs over the host devices that tests/conftest.py asks for, and their gradients."""
+"""Programs and gradients on the CPU devices that tests/conftest.py sets up."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +11,19 @@ from unitscale.parallel import make_mesh
 
 
 def mesh_of(**axes: int) -> Mesh:
-    """A mesh over the first devices."""
+    """Make a mesh over the first devices."""
     return make_mesh(axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
 
 
 def explicit_mesh(**axes: int) -> Mesh:
-    """One whose axes are part of types, as those of `jax.make_mesh` are unless told otherwise."""
+    """Make a mesh with explicit axis types, the default of `jax.make_mesh`."""
     devices = jax.devices()[: int(np.prod(list(axes.values())))]
     types = (AxisType.Explicit,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=types)
 
 
 def on_each(f: Callable[..., Any], devices: int, out: Any = None, **kwargs: Any) -> Callable:
-    """`f` of this device's row of (devices, ...) arrays; by default all devices' results."""
+    """Apply `f` to each device's row of (devices, ...) arrays; by default return all results."""
     mesh = mesh_of(data=devices)
     each = P("data") if out is None else out
 
@@ -35,6 +35,6 @@ def on_each(f: Callable[..., Any], devices: int, out: Any = None, **kwargs: Any)
 
 
 def relative_error(got: Any, wanted: Any) -> float:
-    """||got - wanted|| / ||wanted||, in float64."""
+    """Return ||got - wanted|| / ||wanted||, in float64."""
     got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
     return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))

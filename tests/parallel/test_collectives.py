@@ -1,4 +1,4 @@
-"""Exchanges in FP8 against the mean, or the whole, in float64."""
+"""Collectives in FP8 against means, or gathered arrays, in float64."""
 
 import functools
 from typing import Any
@@ -21,7 +21,7 @@ FORMATS = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32"]
 
 
 def reduced(rows: Any, devices: int = 8, dtype: Any = "float8_e4m3fn", **settings: Any) -> Any:
-    """What each of the devices gets."""
+    """Return the result of each device."""
     f = on_each(lambda g: all_reduce(g, "data", dtype, **{"small": 0} | settings), devices)
     return jax.tree.map(np.asarray, f(rows))
 
@@ -57,7 +57,7 @@ def test_ends_of_the_range() -> None:
 
 
 def test_mu() -> None:
-    """mu = 4 saturates what is above a quarter of the range, and reaches two binades deeper."""
+    """mu = 4 saturates above a quarter of the range, and represents values two binades smaller."""
     rows = np.full((4, 4), 448.0, np.float32)
     rows[:, 1], rows[:, 2], rows[:, 3] = 100.0, 2.0**-11, 0.0
     np.testing.assert_array_equal(reduced(rows, 4, mu=4)[0], [112, 96, 2.0**-11, 0])
@@ -79,7 +79,7 @@ def test_two_axes_count_as_one() -> None:
 
 
 def test_gradients_of_scaled_arrays() -> None:
-    """data beside a scale of zero, as jax.grad makes them, stay that."""
+    """Gradients of ScaledArrays, with a scale of zero as jax.grad makes them, keep it."""
     grads = ScaledArray(jnp.full((4, 6), 3.0, jnp.float16), jnp.zeros((4, 1)))
     f = on_each(lambda g: all_reduce(g, "data", small=4), 4, P())
     got = f(grads)
@@ -89,7 +89,7 @@ def test_gradients_of_scaled_arrays() -> None:
 
 
 def test_summed_gradients_are_refused() -> None:
-    """Under shard_map's own checks, jax.grad has summed those of replicated parameters."""
+    """With check_vma, jax.grad has already summed the gradients of replicated parameters."""
     mesh = mesh_of(data=4)
 
     def loss(w, x):
@@ -169,7 +169,7 @@ def test_bytes_on_the_wire() -> None:
 
 
 def test_heavy_tails_within_four_percent() -> None:
-    """Three of every hundred is what one rounding to e4m3fn costs, and there are two."""
+    """One rounding to E4M3 has an error of about 3%, and there are two."""
     random = np.random.default_rng(0)
     rows = random.choice([-1.0, 1.0], (8, 64, 64)) * 2.0 ** random.uniform(-20, 10, (8, 64, 64))
     rows = rows.astype(np.float32)
@@ -183,7 +183,7 @@ def test_what_is_in_the_format_already_arrives_as_it_was() -> None:
 
 
 def followed(recovery: int, steps: int) -> list[float]:
-    """mu after each step on ones, which take 256 of the range up to 448 at mu = 1."""
+    """Return mu after each step on ones."""
     rows = {"w": np.ones((4, 64), np.float32)}
     auto, step, found = AutoScale.create({"w": 0.0}, recovery=recovery), stepper(), []
     for _ in range(steps):
@@ -308,7 +308,7 @@ def test_zeros_and_what_is_not_finite() -> None:
 
 
 def test_stochastic_rounding_is_unbiased() -> None:
-    """Each device has its own bits, so that the mean of four has half the spread."""
+    """Random bits differ between devices, so that the mean of four has half the deviation."""
     rows, share = np.full((4, 4096), 1.03, np.float32), (1.03 - 1) / 0.125
 
     def each(x):

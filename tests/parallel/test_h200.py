@@ -1,4 +1,4 @@
-"""What eight H200s would send, by the programs that XLA compiles for them."""
+"""Bytes that eight H200s send, by the programs that XLA compiles for them."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Meshes, and where batches and parameters lie on them."""
+"""Meshes, and the sharding of batches and parameters."""
 
 import math
 
@@ -138,7 +138,7 @@ def test_scales_are_cut_as_their_data() -> None:
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_block_sums_once_over_the_devices(devices: int) -> None:
-    """Neither the hidden units nor the matrices are gathered, forward or backward."""
+    """Hidden units and matrices are not gathered, neither forward nor backward."""
     mesh = mesh_of(tensor=devices)
     whole = jax.sharding.NamedSharding(mesh, P())
     random = np.random.default_rng(0)

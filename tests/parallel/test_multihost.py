@@ -1,4 +1,4 @@
-"""Several processes over gloo on the loopback interface, and what `initialize` refuses."""
+"""Several processes over gloo on the loopback interface, and errors of `initialize`."""
 
 import os
 import socket
@@ -109,7 +109,7 @@ def test_refusals(arguments: tuple, message: str) -> None:
 
 
 def test_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JAX finds out what was not said, or says that nothing is known."""
+    """JAX detects what is not given, or reports that it cannot."""
     asked: list[tuple] = []
 
     def ask(*where: object, **settings: object) -> None:

@@ -73,7 +73,7 @@ def run(step: Any, state: Any, keys: bool = False) -> tuple[Any, list[float]]:
 
 
 def distance(params: Any, wanted: Any) -> float:
-    """Of what training changed, the share that differs."""
+    """Return the difference of two results, relative to what training changed."""
     first = first_params()
     moved = {k: np.asarray(params[k]) - first[k] for k in first}
     return max(relative_error(moved[k], wanted[k] - first[k]) for k in first)
@@ -142,7 +142,7 @@ def test_a_unit_scaled_step_is_that_of_one_device(divide: Any, devices: int, nam
 
 @pytest.mark.parametrize("names", [("first", "second"), ("up", "down")])
 def test_gradients_of_matrices_in_a_row(names: tuple[str, str]) -> None:
-    """They were wrong where the batch was over data before fsdp; see `batch_axes`."""
+    """A regression test: sharding the batch over data before fsdp was wrong; see `batch_axes`."""
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
     random = np.random.default_rng(0)
     x = random.normal(size=(8, 16, 64)).astype(np.float32)
@@ -175,10 +175,10 @@ def test_float32_exchange_is_one_device() -> None:
     [pytest.param("nearest", False, marks=pytest.mark.slow), ("stochastic", True)],
 )
 def test_fp8_exchange_trains_alike(rounding: Any, auto: bool) -> None:
-    """With SGD the change of weights errs as the gradients do.
+    """With SGD, changes of weights have the relative error of the gradients.
 
-    A rounding to e4m3fn errs by 2.6% on average over a binade (steps of 1/8, uniform within), one
-    at random by sqrt(2) more, and there are two.
+    Rounding to E4M3 has an RMS error of 2.6% over a binade (spacing 1/8, uniform numbers), and
+    stochastic rounding sqrt(2) times as much. There are two roundings.
     """
     optimizer = OPTIMIZERS["sgd"]
     wanted, wanted_losses = on_one_device("sgd")
@@ -194,7 +194,7 @@ def test_fp8_exchange_trains_alike(rounding: Any, auto: bool) -> None:
 
 
 def test_scaled_optimizer() -> None:
-    """Weights as float16 ScaledArrays, moments in FP8, gradients exchanged in FP8."""
+    """Weights are float16 ScaledArrays; moments and the exchange of gradients are in FP8."""
     optimizer = scaled(optax.adam(1e-2))
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""The three products of a layer, as the tests of strategies and of kernels run them."""
+"""The three matmuls of a layer, for tests of strategies and kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from unitscale.quant import Contraction, MatmulConfig, QuantState, Strategy, con
 
 
 def state_of(strategy: Strategy) -> QuantState | None:
-    """The state that a strategy starts with, if it has one."""
+    """Return the initial state of a strategy, if it has one."""
     return QuantState.create(strategy) if is_stateful(strategy) else None
 
 
 def three_products(config: MatmulConfig, spec: Contraction) -> Callable[..., Any]:
-    """``(lhs, rhs, dy, state) -> (out, dlhs, drhs, what the state sees)``."""
+    """Make a function `(lhs, rhs, dy, state) -> (out, dlhs, drhs, gradient of the state)`."""
 
     def run(lhs, rhs, dy, state=None):
         def forward(lhs, rhs, state):

@@ -1,4 +1,4 @@
-"""Small optimized programs, as XLA prints them for a GPU, with what does not matter taken out."""
+"""Small optimized programs in XLA's format for GPUs, shortened."""
 
 TABLES = """\
 FileNames
@@ -28,7 +28,7 @@ BACKEND = (
 
 
 def gemm(body: str, lhs: str, rhs: str, types: tuple[str, str], *, target: str) -> str:
-    """A cuBLASLt call on `%lhs` and `%rhs`, which `body` computes from `%a`, `%b` and scales."""
+    """Make a cuBLASLt call on `%lhs` and `%rhs`, which `body` computes."""
     left, right = types
     return f"""\
 HloModule jit_step, is_scheduled=true
@@ -48,7 +48,7 @@ custom_call_target="{target}", {METADATA}, {BACKEND}
 
 
 def direct(left: str = "f8e4m3fn", right: str = "f8e4m3fn") -> str:
-    """An FP8 kernel."""
+    """Make a program with an FP8 kernel."""
     return gemm("", "a", "b", (left, right), target="__cublas$lt$matmul$f8")
 
 
@@ -70,14 +70,14 @@ ROWS = """\
 
 
 def widened(left: str, right: str, body: str = WIDEN) -> str:
-    """A product in bfloat16 of operands that were `left` and `right`."""
+    """Make a bfloat16 matmul of operands that are converted from `left` and `right`."""
     return gemm(body, "x", "y", (left, right), target="__cublas$lt$matmul")
 
 
 def fused(
     left: str, right: str, *, operand: str, wide: str = "w", kind: str = "__triton_gemm"
 ) -> str:
-    """A product inside a fusion: of FP8 (operand "d"), or of what another fusion widened ("l").
+    """Make a matmul in a fusion: of FP8 (operand "d"), or of what another fusion widened ("l").
 
     That fusion has one result (wide "w") or two ("first").
     """

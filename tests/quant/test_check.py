@@ -1,4 +1,4 @@
-"""`check_fp8` and the parser of optimized programs, on small texts; see test_h200 for programs."""
+"""`check_fp8` and the parser of optimized programs on small texts; test_h200 has real programs."""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_an_operand_is_followed_through_fusions() -> None:
 
 
 def test_the_source_is_the_users() -> None:
-    """Frames have the number of the caller, or that number plus one, as jaxlib 0.10 prints it."""
+    """Frames refer to the caller's number, or, in jaxlib 0.10, to that number plus one."""
     for offset in (0, 1):
         text = programs.direct()
         for own, caller in ((1, 0), (2, 1)):

@@ -1,4 +1,4 @@
-"""Strategies and `MatmulConfig` are values; every function refuses bad input."""
+"""Strategies and `MatmulConfig` compare by value; functions refuse bad input."""
 
 import dataclasses
 import math

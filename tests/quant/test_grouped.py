@@ -1,4 +1,4 @@
-"""Matmuls of groups of rows, against float64 matmuls row by row."""
+"""Grouped matmuls against float64 matmuls of each row."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def tensors(seed: int, sizes, rows: int) -> list[np.ndarray]:
 
 
 def expected(lhs, rhs, dy, sizes) -> list[np.ndarray]:
-    """The result and both gradients, row by row, without factors."""
+    """Compute the result and both gradients row by row, without factors."""
     y, dlhs, drhs = np.zeros((len(lhs), N)), np.zeros(lhs.shape), np.zeros(rhs.shape)
     start = 0
     for group, size in enumerate(sizes):
@@ -67,7 +67,7 @@ def test_groups_of_any_size(name: str) -> None:
 
 
 def test_strategies() -> None:
-    """Each matmul is that of the values that the strategy's formats hold."""
+    """Each matmul equals that of the operands rounded to the strategy's formats."""
     strategies = [Dynamic("channel"), Block(4), Static((2, 4, 8))]
     lhs, rhs, dy = tensors(2, *MANY)
     lhs[0, 0], dy[0, 0] = 500.0, 1e6  # they saturate at a scale of 1, and are not NaN
@@ -111,7 +111,7 @@ def test_a_state_sees_all_three_tensors() -> None:
 
 
 def test_narrow_operands_accumulate_in_float32() -> None:
-    """A gradient that sums 3,000 ones is 3,000, where a bfloat16 sum would stop at 256."""
+    """A gradient that sums 3,000 ones is 3,000; a bfloat16 sum would stop at 256."""
     rows = 3000
     found = jit(three)(
         *(jnp.ones(s, "bfloat16") for s in [(rows, 2), (1, 2, 3), (rows, 3)]), [rows]
@@ -121,7 +121,7 @@ def test_narrow_operands_accumulate_in_float32() -> None:
 
 
 def test_vmap_and_scan() -> None:
-    """Groups of other sizes in each example."""
+    """Every example has groups of other sizes."""
     sizes = jnp.array([[3, 0, 17], [10, 10, 0]])
     lhs, rhs = draw(4, (2, 20, K), (2, 3, K, N))
     grad = jax.grad(lambda *args: jnp.sum(jnp.sin(grouped(*args))), (0, 1))

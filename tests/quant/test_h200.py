@@ -1,6 +1,6 @@
-"""Quantized matmuls become FP8 kernels of an H200, with their factors inside.
+"""Quantized matmuls become FP8 kernels of an H200, with factors folded in.
 
-What is compared is the program that XLA would run there.
+The tests inspect the program that XLA compiles for it.
 """
 
 import re
@@ -80,7 +80,7 @@ def test_all_three_matmuls_are_fp8(cotangent: str, transform) -> None:
 
 
 def test_factors_of_several_matmuls_are_inside_them_and_not_rounded() -> None:
-    """Matmuls that share an operand, and whose factors are equal: none is merged or multiplied."""
+    """Matmuls with the same operand and equal factors are not merged, and factors stay inside."""
     kernels = [Spec((320, OUT), jnp.float32)] * 3
     text = compile_h200(
         lambda x, *kernels: [ops.dense(x, w, config=MatmulConfig()).data for w in kernels],
@@ -198,7 +198,7 @@ def test_block_scales_need_a_later_gpu() -> None:
 
 
 def test_amax_reductions_and_roundings_are_counted() -> None:
-    """XLA drops a conversion to FP8 and back, and with it the rounding, unless it is kept from."""
+    """XLA drops a conversion to FP8 and back, with its rounding, unless that is prevented."""
     x, w = Spec((M, K), BF16), Spec((N, K), BF16)
     dynamic, block = (dot_general(MatmulConfig(strategy=s)) for s in (Dynamic(), Block()))
     report = check_fp8(compile_h200(lambda x, w: dynamic(x, w, NT), x, w))

@@ -1,4 +1,4 @@
-"""The drop-ins for `lax.dot_general` and `jnp.einsum`, inside and outside of layers."""
+"""Drop-in replacements of `lax.dot_general` and `jnp.einsum`, in layers and outside."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ DENSE = (((1,), (0,)), ((), ()))
 
 
 def whole(seed: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Small whole numbers, which every 8-bit format and every scale near 1 holds."""
+    """Draw small whole numbers, which are exact in every 8-bit format with scales near 1."""
     return np.random.default_rng(seed).integers(-4, 5, shape).astype(np.float32)
 
 
@@ -119,7 +119,7 @@ def test_drops_into_layers_of_flax() -> None:
     "config", [MatmulConfig(lhs="e5m2"), MatmulConfig(strategy=Static((1.0, 2.0, 1.0)))], ids=str
 )
 def test_einsum_keeps_the_order_of_its_operands(config) -> None:
-    """jnp.einsum would multiply the smaller operand from the left."""
+    """jnp.einsum itself would put the smaller operand on the left."""
     lhs, rhs = whole(0, (9, 4)) * 300, whole(1, (4, 2))
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Workarounds for XLA change the program, and never a result."""
+"""Workarounds for XLA change programs but not results."""
 
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ def finite(*shape: int, dtype: str = E4M3) -> jax.Array:
 
 
 def test_moving_rows_in_words_is_transposing() -> None:
-    """For every code of a format, NaN and infinity too."""
+    """Test every code of a format, including NaN and infinity."""
     shapes = {(4, 1): 1, (3, 8, 5): 2, (8, 3, 2): 1, (2, 3, 4, 7): 3}
     codes = {shape: RNG.integers(0, 256, shape, np.uint8) for shape in shapes}
 
@@ -71,14 +71,14 @@ GRADIENTS = [  # the spec of the forward matmul, its left operand, a cotangent
 
 
 def weight_gradient(forward: Contraction, x: Any, dy: Any, factor: Any = 1.0) -> jax.Array:
-    """As every use of the core computes it."""
+    """Compute a matmul like the callers in the library."""
     core = Core(forward, (1.0, 1.0, 1.0), None, jnp.float32, (jnp.float32, jnp.float32))
     return core.weight_gradient(x, dy, None, factor, jnp.float32)
 
 
 @pytest.mark.parametrize(("forward", "x", "dy", "moves"), GRADIENTS)
 def test_weight_gradients(forward, x, dy, moves, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA GPUs move FP8 rows in words where they can."""
+    """On NVIDIA GPUs, FP8 rows are transposed in words if possible."""
     a, b = (np.float64(z.value if isinstance(z, ScaledArray) else z) for z in (x, dy))
     expected = 0.3 * np.einsum(f"{forward.lhs},{forward.out}->{forward.rhs}", a, b)
     for platform in ("gpu", "tpu"):
@@ -93,7 +93,7 @@ def test_weight_gradients(forward, x, dy, moves, monkeypatch: pytest.MonkeyPatch
 def test_a_single_cpu_sums_several_dimensions_as_one(
     devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On several devices each dimension may be sharded over its own axis."""
+    """With several devices they stay separate, as each may be sharded over its own mesh axis."""
     for rows in ((3, 5), (2, 3, 5), (0, 5)):
         labels = "abt"[-len(rows) :]
         spec = Contraction(f"{labels}k", f"{labels}n", "kn")

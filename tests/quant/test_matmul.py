@@ -1,4 +1,4 @@
-"""`contract`, `scaled_matmul` and `Multiplier` against float64 matmuls of NumPy."""
+"""`contract`, `scaled_matmul` and `Multiplier` against float64 matmuls in NumPy."""
 
 import dataclasses
 import math
@@ -79,7 +79,7 @@ def test_scales_multiply() -> None:
 
 
 def test_scales_out_of_range() -> None:
-    """2^100 * 2^100 * 2^-120 is 2^80 in any order; beside a value that overflows, zero is zero."""
+    """2^100 * 2^100 * 2^-120 is 2^80 in any order, and zeros stay zero when others overflow."""
     near = np.einsum("bk,kn->nb", LHS, RHS)
     for scale, factor, total in ((2.0**100, 2.0**-120, 2.0**80), (2.0**-100, 2.0**120, 2.0**-80)):
         far = jax.jit(lambda a, b, f=factor: scaled_matmul(a, b, SPEC, f, "float32"))
@@ -93,7 +93,7 @@ def test_scales_out_of_range() -> None:
 
 
 def test_matmuls_are_emitted_in_the_direct_form() -> None:
-    """The dot of 8-bit data into bfloat16, then one multiplication by all scales and factors."""
+    """A dot of 8-bit data to bfloat16, then one multiplication by all scales and factors."""
     lhs, rhs = scaled(LHS, 4), scaled(RHS, 8)
     jaxpr = jax.make_jaxpr(lambda a, b: scaled_matmul(a, b, SPEC, 0.25, "bfloat16"))(lhs, rhs)
     arrays = [e for e in jaxpr.eqns if any(v.aval.shape for v in e.outvars)]
@@ -128,7 +128,7 @@ CASES = [
 
 
 def draw(seed: int, shape: tuple[int, ...], size: float) -> np.ndarray:
-    """Numbers of sizes that differ from slice to slice, with a zero slice."""
+    """Draw slices of different magnitudes, one of them zero."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * size
     for axis in range(len(shape)):
@@ -138,7 +138,7 @@ def draw(seed: int, shape: tuple[int, ...], size: float) -> np.ndarray:
 
 
 def quantized(spec: Contraction, formats: Any, strategy: Any, lhs: Any, rhs: Any, dy: Any) -> Any:
-    """Both operands of the three matmuls, as values of their formats."""
+    """Return both operands of the three matmuls, rounded to their formats."""
 
     def one(x, labels, summed, which):
         stored = isinstance(strategy, Static | Delayed)
@@ -164,7 +164,7 @@ def quantized(spec: Contraction, formats: Any, strategy: Any, lhs: Any, rhs: Any
     "part", [CASES[:7], pytest.param(CASES[7:], marks=pytest.mark.slow)], ids=["batch", "others"]
 )
 def test_three_matmuls(part) -> None:
-    """Those of quantized values, up to the rounding of float32 sums."""
+    """Results equal the matmuls of quantized values, up to the rounding of float32 sums."""
     cases = []
     for name, _, strategy in part:
         spec, *shapes = LAYOUTS[name]
@@ -198,7 +198,7 @@ def test_three_matmuls(part) -> None:
 
 
 def test_zeros_and_narrow_results() -> None:
-    """Scales of 2**20 and 2**-20 meet in the product, never in a float16."""
+    """The scales 2**20 and 2**-20 are combined in float32, not in float16."""
     strategies = Dynamic(), Dynamic("channel"), Block(4), Delayed()
     configs = [MatmulConfig(cotangent="e5m2", strategy=strategy) for strategy in strategies]
     program = jit(lambda *a: [three_products(c, DENSE)(*a, state_of(c.strategy)) for c in configs])
@@ -300,7 +300,7 @@ def test_transformations_and_factors(config, multiplier) -> None:
 
 
 def test_dithered_cotangents_keep_their_mean() -> None:
-    """Numbers below the middle of a step, which rounded to the nearest all go down."""
+    """Use numbers that would all be rounded down to nearest."""
     wide = MatmulConfig(lhs="float32", rhs="float32")
     ones = jnp.ones((4096, 1))
 
@@ -324,11 +324,11 @@ def test_dithered_cotangents_keep_their_mean() -> None:
 
 
 def test_fp8_has_one_derivative() -> None:
-    """The second would be 0 or NaN."""
+    """A second derivative, which would be 0 or NaN, is refused."""
     x, w = (RNG.standard_normal((32, 32), np.float32) for _ in range(2))
 
     def penalty(config: MatmulConfig, w: Any) -> Any:
-        """That of a gradient by the input, as of WGAN-GP."""
+        """Penalize the gradient by the input, as WGAN-GP does."""
         f = lambda x: jnp.sum(jnp.tanh(contract(x, w, DENSE, config=config)))  # noqa: E731
         return jnp.sum(jax.grad(f)(x) ** 2)
 
@@ -425,7 +425,7 @@ def test_the_right_operand_of_chunks_is_gathered() -> None:
     [[None, Dynamic("channel")], pytest.param([Unit(), Block(8)], marks=pytest.mark.slow)],
 )
 def test_explicit_axes(strategies: list[Any]) -> None:
-    """The result and gradients are those of one device, and are sharded as the operands."""
+    """Results equal those of one device, and are sharded like the operands."""
     mesh, spec = explicit_mesh(data=2, model=2), LAYOUTS["dense"][0]
     configs = [strategy and MatmulConfig(strategy=strategy) for strategy in strategies]
     values = [RNG.standard_normal(s, np.float32) for s in ((4, 2, 16), (16, 8))]

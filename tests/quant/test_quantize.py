@@ -55,7 +55,7 @@ def test_unit_keeps_scales_and_takes_no_statistics() -> None:
 
 
 def least_exponent(amax: float, top: float) -> int:
-    """The least k in range with amax <= top * 2**k, by trying."""
+    """Find the least k in range with amax <= top * 2**k, by trying."""
     return next((k for k in range(-126, 127) if amax <= np.ldexp(top, k)), 126)
 
 
@@ -168,7 +168,7 @@ def test_blocks_of_32() -> None:
 
 
 def test_scales_are_constants_of_the_gradient() -> None:
-    """Data space: a whole number passes both casts, and the scale has no derivative."""
+    """Whole numbers pass both casts unchanged, and scales have no derivative."""
     x = jnp.asarray([[448.0, 896.0, 3.0], [2.0, 1.0, 0.0]])
 
     def total(x):

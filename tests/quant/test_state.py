@@ -1,4 +1,4 @@
-"""Amax state: whatever is done to gradients, the history gets the largest amax of a step."""
+"""Amax state: however gradients are combined, the history gets the largest amax of a step."""
 
 import warnings
 from typing import Any
@@ -32,7 +32,7 @@ TOP = {"lhs": 448.0, "rhs": 448.0, "cotangent": 57344.0}
 
 
 def needed(tensor: str, amax: float) -> float:
-    """The scale that an amax needs."""
+    """Return the scale that an amax needs."""
     return float(2.0 ** np.ceil(np.log2(amax / TOP[tensor])))
 
 
@@ -41,7 +41,7 @@ def layer(x, w, state):
 
 
 def weighted(x, w, dy, state):
-    """A loss whose cotangent at the layer is dy."""
+    """Make a loss whose cotangent at the layer is dy."""
     return jnp.sum(layer(x, w, state) * dy)
 
 
@@ -94,7 +94,7 @@ def scanned_over_layers(xs, ws, dys, states):
 
 
 def vmapped(xs, ws, dys, state):
-    """As a mean over many uses, which makes ones small, but never zero."""
+    """Average over many uses, which makes amax small but never zero."""
     return jnp.sum(jax.vmap(weighted, (0, 0, 0, None))(xs, ws, dys * 4096, state)) / 4096
 
 
@@ -116,7 +116,7 @@ def test_every_use_of_a_layer_counts() -> None:
 
 
 def test_amax_is_global_over_devices() -> None:
-    """The amax lies in one shard, under the partitioner and under shard_map."""
+    """The largest entry is on one device, under the partitioner and under shard_map."""
     mesh = mesh_of(data=4, model=2)
     places = P("data", "model"), P("model", None), P("data", "model")
     shards = [NamedSharding(mesh, place) for place in places]
@@ -156,7 +156,7 @@ def test_values_that_are_not_finite_unused_or_zero_leave_no_entry() -> None:
 
 
 def steps(strategy: Delayed, sizes: list[float]) -> list[float]:
-    """The scale of lhs after each step."""
+    """Return the scale of lhs after each step."""
     config, w = MatmulConfig(strategy=strategy), jnp.ones((8, 6))
 
     def step(state, size):
@@ -179,7 +179,7 @@ def test_history_margin_and_use() -> None:
 
 
 def test_a_scale_is_that_of_earlier_steps_and_saturated_elements_are_counted() -> None:
-    """The first step has scale 1, the second that of the first."""
+    """The first step uses scale 1, the second one the scale from the first."""
     x, w, dy = jnp.full((4, 8), 448.0).at[0].set(4480.0), jnp.ones((8, 6)), jnp.full((4, 6), 1e9)
     assert float(layer(x, w, START)[0, 0]) == 8 * 448
     state = START.advance(gradient(x, w, dy, START))

@@ -1,4 +1,4 @@
-"""The smallest character model."""
+"""Configs of a tiny character model."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from .conftest import TEXT, short_training
 
 
 def tree(folder: Path, **sections: Any) -> dict[str, Any]:
-    """A config of a run of three steps, whose text is in the folder; sections are updated."""
+    """Write a config of three steps, and its text, to a folder; `sections` update the config."""
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     base: dict[str, Any] = {
         "recipe": "charlm",

@@ -1,4 +1,4 @@
-"""Shipped configs, and tables of overrides that a config refuses, as tests."""
+"""The configs in `configs/`, and a test for tables of invalid overrides."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ FILES = {
 
 
 def refuses_configs(table: Sequence[tuple[str | list[str], str]]) -> Any:
-    """The test that a config with the overrides of each row is refused, as its message says."""
+    """Make a test that each row's overrides are refused with a matching message."""
 
     @pytest.mark.parametrize(("overrides", "message"), table, ids=lambda value: str(value)[:40])
     def test(config_file: Path, overrides: str | list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""A run so small that training it takes a second or two after compilation."""
+"""Fixtures for a GPT that trains in a second or two after compilation."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" f
 
 @pytest.fixture(scope="session", autouse=True)
 def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tokens are cached, but not in the cache of whoever runs the tests."""
+    """Cache tokens in a temporary folder, not in the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -24,18 +24,18 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def plots() -> None:
-    """A test that asks for this has the plots of its runs."""
+    """Request this fixture to get the plots of runs."""
 
 
 @pytest.fixture(autouse=True)
 def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots take most of the time of a tiny run."""
+    """Skip plots, which take most of the time of a tiny run."""
     if "plots" not in request.fixturenames:
         monkeypatch.setattr(train_module._Run, "plot", lambda run: None)
 
 
 def short_training(folder: Path) -> dict[str, Any]:
-    """A `train` section of a few steps, whose runs are in a folder."""
+    """Make a `train` section of a few steps, with runs in a folder."""
     return {
         "steps": 6,
         "eval_every": 3,
@@ -48,7 +48,7 @@ def short_training(folder: Path) -> dict[str, Any]:
 
 
 def write_config(folder: Path) -> Path:
-    """Writes a text and a complete config into a folder; returns the path of the config."""
+    """Write a text and a complete config to a folder; return the path of the config."""
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     tree: dict[str, Any] = {
         "name": "tiny",
@@ -74,5 +74,5 @@ def text_file(config_file: Path) -> Path:
 
 @pytest.fixture
 def make_config(config_file: Path) -> Callable[..., GPTConfig]:
-    """The tiny config with overrides: `make_config("train.steps=3")`."""
+    """Load the tiny config with overrides: `make_config("train.steps=3")`."""
     return lambda *overrides: load_config(config_file, overrides)

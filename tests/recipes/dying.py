@@ -1,4 +1,4 @@
-"""Work for processes of their own, which import little else."""
+"""Tasks for worker processes, in a module that imports little."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def dies_at_two(number: int, folder: str) -> str | None:
-    """Work of a task whose process is killed, and of others that are not."""
+    """Kill the own process if the task says so."""
     if number == 2:
         os._exit(9)
     Path(folder, str(number)).touch()
@@ -15,12 +15,12 @@ def dies_at_two(number: int, folder: str) -> str | None:
 
 
 def takes_a_while(number: int, folder: str) -> int:
-    """Work that leaves a file behind."""
+    """Write a file, and wait."""
     Path(folder, str(number)).touch()
     time.sleep(0.5)
     return number
 
 
 def level_of_orbax(number: int) -> tuple[int, int]:
-    """Work that tells from which level on its process shows the reports of Orbax."""
+    """Return the log level of Orbax in the process."""
     return number, logging.getLogger("absl").getEffectiveLevel()

@@ -1,4 +1,4 @@
-"""Small idx files: images that say their class by where they are bright."""
+"""Small idx files of images whose bright rows show their class."""
 
 import gzip
 import struct
@@ -11,13 +11,13 @@ CLASSES, HEIGHT, WIDTH = 3, 6, 5
 
 
 def encode(array: np.ndarray) -> bytes:
-    """An idx file of bytes."""
+    """Return the contents of an idx file of bytes."""
     header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
     return header + array.astype(np.uint8).tobytes()
 
 
 def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Noise with one bright band of rows per class: easy for any classifier."""
+    """Draw noisy images with a bright band of rows for each class, which are easy to classify."""
     rng = np.random.default_rng(seed)
     labels = (np.arange(count) % CLASSES).astype(np.uint8)
     images = rng.integers(0, 100, (count, HEIGHT, WIDTH))
@@ -27,7 +27,7 @@ def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_files(folder: Path) -> Path:
-    """Writes 96 training and 20 test images, these compressed, into a folder; returns it."""
+    """Write 96 training images and 20 compressed test images to a folder; return the folder."""
     for split, count, seed in (("train", 96, 5), ("t10k", 20, 4)):
         images, labels = draw(count, seed)
         (folder / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(encode(images)))
@@ -36,7 +36,7 @@ def write_files(folder: Path) -> Path:
 
 
 def write_config(folder: Path) -> Path:
-    """Writes the four files and a complete config of a tiny run; returns its path."""
+    """Write the four files and a complete config of a tiny run; return the path of the config."""
     tree = {
         "recipe": "images",
         "name": "tiny",

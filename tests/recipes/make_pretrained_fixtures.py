@@ -1,13 +1,13 @@
-"""Makes `tests/recipes/pretrained_fixtures`: tiny Hugging Face folders and the logits they give.
+"""Make `tests/recipes/pretrained_fixtures`: tiny Hugging Face folders and their logits.
 
-From the root, where `torch` and `transformers` are installed:
+Run it from the root of the repository:
 
     pip install -e ".[peers]"
     python -m tests.recipes.make_pretrained_fixtures
 
-Every parameter is random, biases and norms too, so that one left out or transposed shows in the
-logits. Each folder is what `save_pretrained` writes, with `reference.npz` beside it: the inputs,
-and the logits that `transformers` gives in float32. Versions 2.13.0 and 5.23.0 made those here.
+All parameters are random, also biases and norms, so that one that is missing or transposed changes
+the logits. `save_pretrained` writes each folder; `reference.npz` in it has inputs and the float32
+logits of `transformers`. The folders here are from torch 2.13.0 and transformers 5.23.0.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ CLASSES = {
 
 
 def make_model(architecture: str, *, seed: int, **config: Any) -> Any:
-    """A model of `transformers` with every parameter drawn, in evaluation mode."""
+    """Make a model of `transformers` with random parameters, in evaluation mode."""
     import torch
     import transformers
 
@@ -53,7 +53,7 @@ def make_model(architecture: str, *, seed: int, **config: Any) -> Any:
 
 
 def reference(model: Any, *, seed: int) -> dict[str, np.ndarray]:
-    """Inputs and the logits of a model for them; BERT's come with padding and two segments."""
+    """Return inputs and a model's logits; BERT's inputs have padding and two segments."""
     import torch
 
     draw = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def reference(model: Any, *, seed: int) -> dict[str, np.ndarray]:
 
 
 def make_tokenizer(kind: str) -> Any:
-    """A byte-level BPE of 300 tokens, as GPT-2's, or a WordPiece, as BERT's."""
+    """Make a byte-level BPE of 300 tokens like GPT-2's, or a WordPiece like BERT's."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from tokenizers.processors import BertProcessing
 

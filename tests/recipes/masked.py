@@ -1,4 +1,4 @@
-"""A BERT's run so small that training it takes a second or two after compilation."""
+"""Configs of a BERT that trains in a second or two after compilation."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from .runs import untrained
 
 
 def write_bert(folder: Path) -> Path:
-    """Writes a text and a complete config into a folder; returns the path of the config."""
+    """Write a text and a complete config to a folder; return the path of the config."""
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     tree: dict[str, Any] = {
         "recipe": "bert",
@@ -37,14 +37,14 @@ def write_bert(folder: Path) -> Path:
 
 
 def bert_config(path: Path, *overrides: str) -> BertConfig:
-    """The tiny config with overrides."""
+    """Load the tiny config with overrides."""
     config = load_config(path, overrides)
     assert isinstance(config, BertConfig)
     return config
 
 
 def write_run(folder: Path) -> Path:
-    """Writes an untrained run of such a BERT with positions for 32 tokens; returns its folder."""
+    """Write an untrained run of this BERT, with 32 learned positions; return its folder."""
     config = bert_config(write_bert(folder), "data.sequence_length=32")
     run = open_run(config)
     load_data(config).save(run)

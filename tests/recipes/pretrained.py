@@ -1,4 +1,4 @@
-"""Copies of the small Hugging Face folders, to be damaged, and other ways to write them."""
+"""Copies of the tiny Hugging Face folders, to change or damage."""
 
 import json
 import shutil
@@ -21,12 +21,12 @@ WEIGHTS = "model.safetensors"
 
 
 def copied(name: str, to: Path) -> Path:
-    """A copy of a folder that may be changed."""
+    """Copy a fixture's folder, so that a test can change it."""
     return Path(shutil.copytree(FIXTURES / name, to / name))
 
 
 def reference(folder: Path) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Inputs of a model and the logits that `transformers` gives for them."""
+    """Return inputs of a model and the logits that `transformers` computes."""
     stored = dict(np.load(folder / "reference.npz"))
     given = {name: stored[name].astype(np.int32) for name in stored if name != "logits"}
     if "attention_mask" in given:  # padding comes after segments, which RoBERTa has none of
@@ -36,7 +36,7 @@ def reference(folder: Path) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """Sets keys of config.json; None removes one."""
+    """Set keys of config.json; None removes a key."""
     path = folder / "config.json"
     config = json.loads(path.read_text("utf-8")) | changes
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}), "utf-8")
@@ -46,7 +46,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def change_tensors(folder: Path, change: Callable[[Tensors], Mapping[str, Any]]) -> None:
-    """Rewrites model.safetensors with other tensors."""
+    """Rewrite model.safetensors with changed tensors."""
     path = folder / WEIGHTS
     tensors = change(safetensors.numpy.load_file(str(path)))
     arrays = {name: jnp.asarray(array) for name, array in tensors.items()}
@@ -54,7 +54,7 @@ def change_tensors(folder: Path, change: Callable[[Tensors], Mapping[str, Any]])
 
 
 def one_layer(folder: Path) -> Path:
-    """Takes the second layer out of a folder of two, for programs that compile in half the time."""
+    """Remove the second of two layers, to halve compile time."""
     change_config(folder, **{"n_layer" if folder.name == "gpt2" else "num_hidden_layers": 1})
     second = (".layer.1.", ".layers.1.", ".h.1.")
     change_tensors(

@@ -1,4 +1,4 @@
-"""Runs inside of a test's process: what they say, and that a stopped one loses nothing."""
+"""Run training in the test's process, capture its output, and check resuming."""
 
 import io
 import signal
@@ -20,14 +20,14 @@ from recipes.train import Outcome, train
 
 
 def run(config: RunConfig, **options: Any) -> tuple[Outcome, str]:
-    """Trains a config; how it ended, and what was said."""
+    """Train a config; return the outcome and the output."""
     output = io.StringIO()
     outcome = train(config, console=Console(file=output, width=300), **options)
     return outcome, output.getvalue()
 
 
 def untrained(config: RunConfig, folder: Path) -> TrainState:
-    """Saves the first state of a run, for which no step has to be compiled; the state."""
+    """Save the initial state of a run, without compiling a step; return the state."""
     checkpoints, state = Checkpoints(folder), init_state(config)[2]
     checkpoints.save(0, state, {}, {"formats": formats(config), "text": ""})
     checkpoints.close()
@@ -35,14 +35,14 @@ def untrained(config: RunConfig, folder: Path) -> TrainState:
 
 
 def loss_of(config: RunConfig, **options: Any) -> float:
-    """The validation loss at the end of a run."""
+    """Return the validation loss at the end of a run."""
     loss = run(config, **options)[0].validation_loss
     assert loss is not None
     return loss
 
 
 def final_arrays(config: RunConfig) -> list[np.ndarray]:
-    """The state of a run's last checkpoint."""
+    """Return the state in a run's last checkpoint."""
     leaves = jax.tree.leaves(load_trained(config, print)[1])
     keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
     return [
@@ -52,13 +52,13 @@ def final_arrays(config: RunConfig) -> list[np.ndarray]:
 
 
 def timeless(folder: Path) -> list[dict]:
-    """The metrics without those that depend on the clock."""
+    """Return the metrics without those that depend on time."""
     rows = read_metrics(folder / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.endswith("_per_second")} for row in rows]
 
 
 class StopAfter(Metrics):
-    """Sends SIGTERM to this process when step 3 has been logged."""
+    """Send SIGTERM to this process after step 3 is logged."""
 
     def write(self, step: int, **values: float) -> None:
         super().write(step, **values)
@@ -67,7 +67,7 @@ class StopAfter(Metrics):
 
 
 def resumes_bit_for_bit(whole: RunConfig, stopped: RunConfig) -> Outcome:
-    """Checks that a run that is stopped and resumed is the uninterrupted one; how that ended."""
+    """Check that a stopped and resumed run equals an uninterrupted one; return its outcome."""
     expected, _ = run(whole)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Files of two small tasks, and their configs, so that fine-tuning takes a second or two."""
+"""Files and configs of two small tasks, on which fine-tuning takes a second or two."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ ROWS = [("quick fox", 1), ("lazy dogs", 0), ("brown fox", 1), ("lazy line", 0)] 
 
 
 def squad(animals: list[str]) -> dict[str, Any]:
-    """One paragraph and question for each animal."""
+    """Make a SQuAD file with a paragraph and a question for each animal."""
     paragraphs = []
     for number, animal in enumerate(animals):
         context = f"the quick brown {animal} jumps over the lazy dogs"
@@ -30,7 +30,7 @@ def squad(animals: list[str]) -> dict[str, Any]:
 
 
 def write_tasks(folder: Path, init: Path) -> None:
-    """Writes `squad.yaml` and `classification.yaml` into a folder, with the files they name."""
+    """Write `squad.yaml`, `classification.yaml` and their data files to a folder."""
     (folder / FILES["squad"]).write_text(json.dumps(squad(ANIMALS)), encoding="utf-8")
     lines = ["sentence\tlabel", *(f"{text}\t{label}" for text, label in ROWS)]
     (folder / FILES["classification"]).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -62,11 +62,11 @@ def write_tasks(folder: Path, init: Path) -> None:
 
 
 def tuned(folder: Path, task: str, *overrides: str) -> FinetuneConfig:
-    """The config of a task with overrides."""
+    """Load the config of a task with overrides."""
     return load_kind(FinetuneConfig, folder / f"{task}.yaml", overrides)
 
 
 def logits(model: Any, data: TaskData, scalify: PrecisionConfig | None = None) -> np.ndarray:
-    """What a model gives for the records to score on."""
+    """Return a model's outputs for the validation records."""
     batches = data.scored.batches(len(data.scored))
     return predict(model, (tuple(batch.values())[:3] for batch in batches), scalify)

@@ -1,4 +1,4 @@
-"""The command line: its output, its exit codes, and no traceback that was not asked for."""
+"""The command line: output, exit codes, and tracebacks only on request."""
 
 import re
 import shutil
@@ -24,7 +24,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config of a run of two steps."""
+    """Make the config of a run of two steps."""
     folder = tmp_path_factory.mktemp("trained")
     path = write_config(folder)
     assert main(["train", str(path), "train.steps=2", "train.eval_every=9"]) == 0
@@ -47,7 +47,7 @@ def test_train_evaluate_generate(trained: Path, capsys: Captured) -> None:
 
 @pytest.fixture
 def trained_on_bpe(config_file: Path) -> Path:
-    """A run of one step with a tokenizer of its own."""
+    """Train a run of one step that has a trained tokenizer."""
     with config_file.open("a", encoding="utf-8") as file:
         file.write("seed: 1\n")
     words = ["data.tokenizer={kind: bpe, vocab: 300}", "train.steps=1", "train.eval_every=9"]
@@ -98,7 +98,7 @@ def test_evaluate_on_another_text(trained: Path, tmp_path: Path, capsys: Capture
     assert main(["evaluate", str(trained)]) == 0
     assert capsys.readouterr().out not in other
     note, _ = other.splitlines()
-    assert note == "the data is not what the run was trained on: its loss there is another"
+    assert note == "this is not the data that the run was trained on; its loss differs"
 
 
 # arguments after the config, and what standard error has to say

@@ -1,4 +1,4 @@
-"""What a config amounts to is counted from shapes, and agrees with what is allocated."""
+"""`describe` counts from shapes, and agrees with the arrays that training allocates."""
 
 import re
 import shutil
@@ -30,7 +30,7 @@ NARROW = (*UNITSCALE, "precision={weights: float16, moments: [float8_e4m3fn, flo
 
 
 def product_flops(config: GPTConfig | BertConfig) -> float:
-    """FLOPs of all products, forward and backward: 6 a weight and token, and attention's own."""
+    """Count the matmul FLOPs: 6 per weight and token, plus those of attention."""
     shape, length = config.model, config.data.sequence_length
     attention = shape.layers * 2 * length * shape.width
     if isinstance(config, BertConfig):
@@ -73,7 +73,7 @@ def test_bytes_are_those_of_the_arrays(make_config: MakeConfig, words: tuple[str
 
 @SLOW
 def test_frozen_weights_are_counted(tmp_path: Path) -> None:
-    """From a config.json alone: trained and frozen bytes, and what is saved without remat."""
+    """Trained and frozen bytes, and saved activations, from a config.json without weights."""
     words = ["data.sequence_length=16", "lora.rank=2", f"init={FIXTURES / 'llama3'}"]
     lora = CONFIGS / "llama" / "lora.yaml"
     _, _, state = init_state(load_config(lora, words))
@@ -108,7 +108,7 @@ def test_attention_is_named_with_its_reason(make_config: MakeConfig) -> None:
 
 @SLOW
 def test_loops_over_chunks_have_the_flops_of_all_weights(make_config: MakeConfig) -> None:
-    """XLA counts one turn of them."""
+    """All iterations count, of which XLA counts one."""
     auto, plain = (
         describe(
             make_config(
@@ -156,7 +156,7 @@ def test_layers_that_are_alike_are_counted_by_two(
 
 
 def test_every_turn_of_a_loop_counts() -> None:
-    """Also of a loop in a loop; XLA counts one."""
+    """Iterations of nested loops count, too."""
 
     def inner(x, _):
         return x @ x, None

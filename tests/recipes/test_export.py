@@ -1,4 +1,4 @@
-"""Trained models in safetensors files."""
+"""Exporting trained models to safetensors files."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Losses of the shipped configs over 50 steps, against numbers that were stored once.
+"""Losses of the configs over 50 steps, compared with stored numbers.
 
-They tell whether a change of the code changed what is trained. Stored numbers are those of one
-machine; rounding on another one, or by another XLA, moves a loss in float32 by less than the
-tolerance, and one whose products are rounded to 8 bits by more.
+The comparison shows whether a change of code affects training. The stored numbers are from one
+machine. On another machine, or with another XLA, float32 losses differ by less than the tolerance,
+and losses with 8-bit matmuls by more.
 """
 
 import json
@@ -78,7 +78,7 @@ TOLERANCE = {"quickstart": 1e-3, "mlp-fp8": 5e-3, "cnn-fp8": 5e-3}
 
 
 def write_text(path: Path) -> Path:
-    """Words of a small vocabulary by Zipf's law, the same on every machine."""
+    """Draw words of a small vocabulary by Zipf's law, the same on every machine."""
     rng = random.Random(0)
     letters = "etaoinshrdlucmfwyp"
     words = ["".join(rng.choices(letters, k=rng.randint(1, 8))) for _ in range(400)]

@@ -1,4 +1,4 @@
-"""A run that version 0.1.0 was stopped in goes on, to the loss that 0.1.0 would have reached."""
+"""Resuming a run that version 0.1.0 stopped, to the loss that 0.1.0 would have reached."""
 
 import tarfile
 from pathlib import Path

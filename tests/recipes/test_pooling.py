@@ -1,4 +1,4 @@
-"""The mean of tokens: its values, its gradients, and padding, which is not read."""
+"""The mean over tokens: values, gradients, and padding."""
 
 import jax
 import jax.numpy as jnp

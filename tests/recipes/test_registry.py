@@ -1,4 +1,4 @@
-"""What is wrong in a config file is said with the key, what was expected, what came, what to do."""
+"""Errors in config files name the key, what was expected, the value, and what to do."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Training resumes bit for bit, stops at the first value that is not finite, and reports."""
+"""Training resumes exactly, stops at the first value that is not finite, and reports."""
 
 import io
 import re
@@ -68,14 +68,14 @@ def test_stopped_and_resumed_is_bit_for_bit_the_uninterrupted_run(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome, str]:
-    """The config of a finished run, how it ended, and what it said."""
+    """The config, outcome and output of a finished run."""
     path = write_config(tmp_path_factory.mktemp("finished"))
     return path, *run(load_config(path, ["train.sample_tokens=5", "train.sample_prompt=def"]))
 
 
 @pytest.fixture
 def again(finished, tmp_path: Path) -> MakeConfig:
-    """The config of a copy of the finished run, with overrides."""
+    """Copy the finished run; return its config with overrides."""
     path, outcome, _ = finished
     shutil.copytree(outcome.folder, tmp_path / "copied" / "tiny")
     return lambda *words: load_config(path, [f"train.runs_dir={tmp_path / 'copied'}", *words])
@@ -103,7 +103,7 @@ def test_what_a_run_leaves_behind(finished) -> None:
 
 
 def test_a_run_that_lost_its_last_steps_repeats_them(finished, again: MakeConfig) -> None:
-    """A crash after step 5: the newest checkpoint is of step 3, the metrics go on to 5."""
+    """After a crash at step 5, the newest checkpoint is of step 3, and metrics go up to 5."""
     config, (_, first, _) = again(), finished
     folder = Path(config.train.runs_dir) / "tiny"
     (folder / "checkpoints" / "6").rename(folder / "away")
@@ -131,7 +131,7 @@ def test_another_config_is_not_resumed_and_fresh_moves_the_old_run(again: MakeCo
 
 @pytest.mark.parametrize("tolerated", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolerated: int) -> None:
-    """The learning rate explodes after a good checkpoint; looking only every 100 steps."""
+    """The learning rate explodes after a good checkpoint; values are checked every 100 steps."""
     config = make_config(
         "precision.policy=float16",
         "optimizer={learning_rate: 1e5, schedule: constant, warmup_steps: 3, skip_nonfinite: "
@@ -142,7 +142,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolera
         run(config)
     said = str(caught.value)
     assert caught.value.exit_code == 1
-    left_out = ", after 2 such steps in a row that were left out" if tolerated else ""
+    left_out = ", after 2 such steps in a row were skipped" if tolerated else ""
     assert f"gradient is not finite{left_out}; the first value that is not finite is" in said
     checkpoints = Path(config.train.runs_dir) / "tiny" / "checkpoints"
     saved = sorted(int(path.name) for path in checkpoints.iterdir())
@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolera
 
 @pytest.mark.parametrize(
     ("decay", "what"),
-    [(1e6, "its update has left weights that are not"), (0.0, "the validation loss is not")],
+    [(1e6, "the update made weights that are not"), (0.0, "the validation loss is not")],
 )
 def test_a_last_update_that_ruins_the_weights_is_an_error(
     make_config: MakeConfig, decay: float, what: str
@@ -170,7 +170,7 @@ def test_a_last_update_that_ruins_the_weights_is_an_error(
 
 
 def test_the_layer_that_broke_is_named(finished, again: MakeConfig) -> None:
-    """A weight that is infinite in a checkpoint shows in the layer that it belongs to."""
+    """With an infinite weight in a checkpoint, the message names its layer."""
     config = again()
     folder = Path(config.train.runs_dir) / "tiny"
     shutil.rmtree(folder / "checkpoints" / "6")
@@ -260,7 +260,7 @@ def test_a_disk_that_fills_up_between_checkpoints(
 def test_the_rate_that_is_logged_is_that_of_the_last_update(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss is near 5: times 2^127 and 2^126 it overflows, and two steps are left out."""
+    """The loss is near 5, overflows with the scales 2^127 and 2^126, and two steps are skipped."""
     first = LossScale(jnp.float32(2.0**127), jnp.int32(0))
     monkeypatch.setattr(LossScale, "create", lambda: first)
     config = make_config(
@@ -273,7 +273,7 @@ def test_the_rate_that_is_logged_is_that_of_the_last_update(
 
 
 def test_trains_outside_the_main_thread(make_config: MakeConfig) -> None:
-    """Signals can be handled in the main thread alone; a notebook may train elsewhere."""
+    """Only the main thread can handle signals, but a notebook may train in another thread."""
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=120, color_system=None)
     config = make_config("train={steps: 2, eval_every: 1}")

@@ -1,4 +1,4 @@
-"""A WordPiece tokenizer of a few words, as a BERT checkpoint brings one along."""
+"""A small WordPiece tokenizer like that of a BERT checkpoint."""
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
@@ -8,7 +8,7 @@ WORDS = ("the", "copper", "mine", "opened", "in", "closed", "when", "did", "open
 
 
 def make_tokenizer() -> Tokenizer:
-    """Knows `WORDS` whole, spells other words in letters, and lower-cases."""
+    """Make a lowercasing tokenizer with a token for each of `WORDS`; other words become letters."""
     tokens = [*SPECIAL, *WORDS, *PIECES, *(f"##{piece}" for piece in PIECES)]
     vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))

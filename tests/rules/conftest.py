@@ -1,7 +1,7 @@
-"""Monte Carlo check shared by the rule tests.
+"""The Monte Carlo check of the rule tests.
 
-A rule claims that some array has RMS 1. Independent trials of that array give independent estimates
-of its mean square, whose scatter is the tolerance: five standard errors of the mean.
+A rule states that an array has RMS 1. Independent trials give estimates of its mean square; the
+tolerance is five standard errors of their mean.
 """
 
 import zlib
@@ -15,7 +15,7 @@ Trial = Callable[[np.random.Generator], Sequence[np.ndarray]]
 
 @pytest.fixture
 def assert_unit(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Return a check that every array a trial makes has mean square 1."""
+    """Make a check that all arrays of a trial have mean square 1."""
 
     def check(trial: Trial, *, trials: int = 64, bias: float = 0.0) -> None:
         rng = np.random.default_rng(zlib.crc32(request.node.name.encode()))

@@ -1,7 +1,7 @@
-"""Formulas of the rules, constraints between factors, and what rules refuse.
+"""Formulas of the rules, constraints between factors, and errors.
 
-That factors make results and gradients unit is tested where they are used, by `tests/ops`, except
-for rules whose op does more than the rule says.
+`tests/ops` tests that the factors give results and gradients of unit RMS, except for rules whose op
+does more than the rule.
 """
 
 import functools
@@ -264,7 +264,7 @@ def test_maximum_of_n(n, variance) -> None:
 
 
 def test_maximum_of_many_follows_the_extreme_value_law() -> None:
-    """The distribution function of the maximum, Phi^n, integrated on its own grid."""
+    """Compare with moments of the maximum from its distribution Phi^n, integrated on a grid."""
     x = np.linspace(2, 9, 70001)
     below = np.exp(10**6 * np.log1p([-math.erfc(v / math.sqrt(2)) / 2 for v in x]))
     mass, middle = np.diff(below), (x[1:] + x[:-1]) / 2
@@ -274,7 +274,7 @@ def test_maximum_of_many_follows_the_extreme_value_law() -> None:
 
 @pytest.mark.parametrize("rule", ["maximum", "grouped"])
 def test_gradients_are_unit(rule, assert_unit) -> None:
-    """Of windows over a cyclic axis, and of kernels however rows are divided into groups."""
+    """Test windows over a cyclic axis, and kernels with several groupings of rows."""
     pool = rules.max_pool((3,), (2,), constraint=None)
     index = (np.arange(0, 24, 2)[:, None] + np.arange(3)) % 24
     group = np.random.default_rng(0).choice(6, 60, p=np.arange(1, 7) / 21)
@@ -294,7 +294,7 @@ def test_gradients_are_unit(rule, assert_unit) -> None:
 
 
 def contributions(taus: tuple[float, ...]) -> np.ndarray:
-    """Return the share of embedding and of every branch in the variance of the final sum."""
+    """Return the shares of embedding and branches in the variance of the final sum."""
     shares = np.array([1.0])
     for tau in taus:
         weights = rules.residual(tau)
@@ -349,7 +349,7 @@ SECOND = float(np.mean(sigmoid(np.random.default_rng(0).standard_normal(1_000_00
     ["reset", "sum", *(pytest.param(k, marks=pytest.mark.slow) for k in ("update", "repeated"))],
 )
 def test_the_stationary_state_is_unit(kind, assert_unit) -> None:
-    """One wide layer with random kernels, and gates drawn afresh at each step, as derived."""
+    """Simulate a wide layer with random kernels and new gates at each step, as derived."""
     weight, period = {
         "update": (rules.gated_update(), 1),
         "reset": (rules.gated_update(reset=True), 1),
@@ -400,7 +400,6 @@ def test_more_correlation_makes_the_weight_smaller() -> None:
     ],
 )
 def test_learning_rates(role, factor, width) -> None:
-    """With SGD, width 64 after width 256 makes up for what a constrained readout divides by."""
     rate = functools.partial(rules.umup_learning_rate, role, fan_in=64, fan_out=256)
     bound = {"readout_constraint": "to_output_scale"}
     assert factor == rate() == rate(optimizer="sgd") == rate(**bound)

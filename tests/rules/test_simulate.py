@@ -1,4 +1,4 @@
-"""Functions without a rule: recognized or simulated."""
+"""Factors of functions without a rule: recognized or simulated."""
 
 import jax
 import jax.numpy as jnp

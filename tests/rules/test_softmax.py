@@ -75,7 +75,7 @@ def test_exact_moments_and_their_limits() -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_causal_average_is_the_mean_over_rows(spread) -> None:
-    """Sizes together have the moments that each has alone, on a grid of its own."""
+    """Moments of several sizes, computed together, equal those of each size alone."""
     rows = np.array(moments_by_size(np.arange(1, 701), spread))
     alone = [softmax_moments(size, spread) for size in (1, 2, 65, 700)]
     np.testing.assert_allclose(rows[:, [0, 1, 64, 699]].T, alone, rtol=1e-9, atol=1e-12)
@@ -106,7 +106,7 @@ def test_moments_of_gates_are_those_of_samples(experts, top_k, spread, renormali
 
 
 def test_limits_of_gates() -> None:
-    """Equal gates where logits hardly differ, one gate where they differ much."""
+    """Gates are equal if logits hardly differ, and one gate is 1 if they differ much."""
     np.testing.assert_allclose(gate_moments(8, 2, 1e-4, True), (1 / 2, 1 / 4), rtol=1e-6)
     assert gate_moments(8, 2, 24.0, True).square > 0.9
     assert gate_moments(8, 2, 1e3, True) == gate_moments(8, 2, 24.0, True)
@@ -232,7 +232,7 @@ def normalize(x):
 
 
 def attend(rng, x, is_causal):
-    """The average of values under the weights of independent projections of unit inputs."""
+    """Average values with the attention weights of independent projections of unit inputs."""
     q, k, v = (dense(rng, x, x.shape[-1]).reshape(LENGTH, HEADS, HEAD_DIM) for _ in range(3))
     weights = np.exp(np.einsum("thd,shd->hts", q, k) / HEAD_DIM)
     weights *= np.tril(np.ones((LENGTH, LENGTH))) if is_causal else 1
@@ -241,7 +241,7 @@ def attend(rng, x, is_causal):
 
 
 def stack(rng, predicted, *, is_causal, f, fwd, gated, norm_placement, tau):
-    """Mean squares of the attention averages of a random stack made with the predicted factors."""
+    """Measure attention averages of a random stack that uses the predicted factors."""
     before = normalize if norm_placement == "pre" else lambda x: x
     after = normalize if norm_placement == "post" else lambda x: x
     x, found = rng.standard_normal((LENGTH, HEADS * HEAD_DIM), np.float32), []
@@ -257,7 +257,7 @@ def stack(rng, predicted, *, is_causal, f, fwd, gated, norm_placement, tau):
 
 
 def simulate(is_causal, f, jax_f, gated, norm_placement, tau):
-    """Predicted mean squares, found ones over them, and the standard errors of these ratios."""
+    """Return predicted mean squares, the ratios of measured ones to them, and standard errors."""
     predicted = [
         AttentionContext(
             taus_below=(tau, tau) * layer,
@@ -309,7 +309,7 @@ def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) ->
 
 
 def test_the_average_of_a_covariance() -> None:
-    """Against `A S A^T` by products of matrices, with a position in each group."""
+    """Compare with `A S A^T` by matmuls, with one position per group."""
     length, spread = 12, 0.5
     seen = np.tril(np.ones((length, length)))
     average = seen / seen.sum(1, keepdims=True)

@@ -1,7 +1,7 @@
-"""Everyday functions: what users of `jax.numpy`, `jax.nn`, `jax.lax`, `jax.random` write.
+"""Common functions of `jax.numpy`, `jax.nn`, `jax.lax` and `jax.random`.
 
-A function is an expression; its arguments are the names of `ARGUMENTS` in it. `f.{g h}(A)` stands
-for two, and a bar between two. All are drawn once, and scaled.
+A function is an expression whose arguments are the names in it that `ARGUMENTS` has. `f.{g h}(A)`
+stands for two functions; a bar separates functions. Arguments are drawn once, and scaled.
 """
 
 import ast
@@ -51,7 +51,7 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 class Entry(NamedTuple):
-    """One function of the table; ``steps`` is the tolerance in units of float32's epsilon."""
+    """One function of the table; `steps` is the tolerance in units of float32's epsilon."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Matrix products, convolutions and attention."""
+"""Matmuls, convolutions and attention under scalify."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ from unitscale.transforms import cast_data, get_data_scale, scalify
 
 
 def test_plain_numbers_carry_their_own_magnitude() -> None:
-    """Known or not, a number is split into mantissa and scale; data stays at unit size."""
+    """Plain numbers, constant or traced, are split into mantissa and scale."""
     functions = lambda a, r: (a * 1e-3, a * r, a / r, a * 0.25)  # noqa: E731
     scales = scalify(lambda *args: [get_data_scale(y)[1] for y in functions(*args)])
     x = ScaledArray(jnp.ones(3, jnp.float16), jnp.float32(1.0))
@@ -42,7 +42,7 @@ def test_dot_sees_fp8_operands_after_a_cast(name: str) -> None:
 
 
 def test_the_gradient_of_an_fp8_product_is_one_too() -> None:
-    """E4M3 forward, E5M2 for the cotangent: three products, each with two 8-bit operands."""
+    """All three matmuls have two 8-bit operands: E4M3 forward, E5M2 for the cotangent."""
     e4m3, e5m2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ def test_a_convolution_of_two_8_bit_formats_meets_in_the_type_of_the_data() -> N
 def test_on_other_platforms_float16_products_leave_the_matrix_unit_rounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One operand is made small before, so that no sum is beyond float16."""
+    """One operand is scaled down first, so that no sum overflows float16."""
     taken = []
 
     def elsewhere(*args: Any, default: Any, **_: Any) -> Any:
@@ -146,7 +146,7 @@ def test_a_number_that_enters_a_call(dtype: str) -> None:
 
 
 def test_products_of_one_sign_grow_by_the_number_of_terms() -> None:
-    """In one program, and from step to step: nothing saturates, though its root was expected."""
+    """Sums of one sign grow by the number of terms, not by its root, and do not saturate."""
     rng, width = np.random.default_rng(0), 512
     x, matrix = rng.uniform(size=(4, width)), rng.uniform(size=(width, width))
     given = as_scaled(jax.tree.map(jnp.float32, (x, matrix)), dtype=jnp.float16)
@@ -216,7 +216,7 @@ def _backward(q, k, v, bias, *rest, scale, mask_type, variadic_args, **_):
 
 @pytest.fixture(scope="module", autouse=True)
 def reference() -> Iterator[None]:
-    """Gives the kernels a lowering for the CPU."""
+    """Give the kernels a lowering for the CPU."""
     x = jnp.ones(SHAPE, jnp.bfloat16)
     found: dict[str, Any] = {}
 
@@ -283,7 +283,7 @@ def test_values_and_gradients_of_attention(options: Any, dtype: Any) -> None:
 
 
 def test_the_kernel_takes_the_data_of_the_operands() -> None:
-    """Scales of q and k are multiplied in, that of v is the result's."""
+    """The scales of q and k are multiplied in; that of v becomes the result's scale."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=SHAPE), jnp.float16) for _ in range(3))
     given = [ScaledArray(x, jnp.float32(s)) for x, s in ((q, 2.0), (k, 0.5), (v, 2.0**30))]

@@ -1,4 +1,4 @@
-"""Functions computed in float16 where scale and data show that it is safe."""
+"""Functions that run in float16 if scale and data show that it is safe."""
 
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +62,7 @@ def test_all_of_float16_is_within_one_ulp_of_float32(name: str) -> None:
     ],
 )
 def test_which_way(function: Any, data: list[float], log2: int, is_narrow: bool) -> None:
-    """A result of float16 is at scale 1, one of float32 at its size: none here is near 1."""
+    """Results of the float16 path have scale 1, those of the float32 path do not."""
     x = ScaledArray(jnp.asarray(data, jnp.float16), jnp.float32(2.0**log2))
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Programs of many devices: operands agree on a scale first."""
+"""Programs on several devices, which first agree on a common scale."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ MESH = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisTy
 
 
 def close(found: Any, expected: Any, steps: float, dtype: Any = jnp.float16) -> None:
-    """Within so many steps of a format at the largest element."""
+    """Check closeness in epsilons of a format at the largest element."""
     for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         atol = steps * float(jnp.finfo(dtype).eps) * np.abs(e).max()
         np.testing.assert_allclose(np.float32(a), e, rtol=0, atol=atol)
@@ -40,7 +40,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
 
 
 def test_collectives_inside_shard_map() -> None:
-    """In float16, too, of small numbers that functions made, larger on one of the devices."""
+    """Also in float16, with small numbers that are larger on one device."""
     uneven = X * jnp.where(jnp.arange(8) < 4, 2.0**-20, 2.0**-25)[:, None]
     args = X, ScaledArray(X / 2.0**12, jnp.float32(2.0**12)), as_scaled(uneven, dtype=jnp.float16)
 

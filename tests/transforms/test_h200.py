@@ -1,4 +1,4 @@
-"""What an H200 would run of a scalified program."""
+"""Kernels of scalified programs on an H200."""
 
 import re
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.h200
 
 
 def test_float16_products_are_written_in_float16() -> None:
-    """As in the plain program in float16, in half the bytes of the sums that they are."""
+    """Results of matmuls are written in float16, half the bytes of float32 sums."""
 
     def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
         for w in weights:

@@ -1,4 +1,4 @@
-"""Every function of the table: value and gradient under scalify are those of the plain one."""
+"""Values and gradients under scalify equal those of the plain function, for the whole table."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ LONG = pytest.param([name for name in ENTRIES if name not in QUICK], marks=pytes
 
 
 def _both(entry: Entry) -> Any:
-    """The gradient of a scalar that depends on every element of the results, and the results."""
+    """Return the gradient of a scalar that depends on all elements of the results, and results."""
 
     def objective(*args: Any) -> Any:
         total, results = 0.0, entry.function(*args)
@@ -47,7 +47,7 @@ def _plain_and_scaled(program: Any) -> Any:
 
 
 def close(actual: Any, expected: Any, steps: float) -> None:
-    """Compares arrays, relative to the largest finite element, as rounding is."""
+    """Compare arrays relative to the largest finite element."""
     assert expected.shape == actual.shape
     if expected.dtype.kind not in "fc":
         np.testing.assert_array_equal(actual, expected)

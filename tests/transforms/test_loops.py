@@ -1,4 +1,4 @@
-"""Loops: what is carried, and those that stop on what they compute."""
+"""Loops: their carried values, and loops with a data-dependent exit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def test_what_a_loop_carries_stays_at_unit_size_or_at_its_value() -> None:
 
 
 def test_accumulators_that_start_at_zero_items_and_loops_without_turns() -> None:
-    """The first takes the scale of its terms; each of the second has its own."""
+    """Accumulators take the scale of their terms; stacked items have scales of their own."""
 
     def run(x, rows):
         return lax.scan(lambda c, a: (c + a, c * a), x, rows), lax.map(lambda a: a * 2, rows)
@@ -79,14 +79,14 @@ SQUARE = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 4, jnp.float
 
 
 def turns(stop: Callable[[Any], Any], turn: Callable[[Any], Any], start: Any) -> Any:
-    """A while loop that counts: what it ends with, and how many turns it took."""
+    """Run a while loop that counts; return the result and the number of iterations."""
     return lax.while_loop(
         lambda s: ~stop(s[0]) & (s[1] < MOST), lambda s: (turn(s[0]), s[1] + 1), (start, 0)
     )
 
 
 def first_of(result: Any) -> Any:
-    """The first of what is carried, and the turns."""
+    """Return the first carried value, and the number of iterations."""
     return result[0][0], result[1]
 
 
@@ -97,7 +97,7 @@ def newton(x: Any) -> Any:
 
 
 def flagged(x: Any) -> Any:
-    """As `newton`, where what is tested is a flag."""
+    """Like `newton`, with a flag as the condition."""
     return lax.while_loop(
         lambda s: s[1] & (s[2] < MOST),
         lambda s: ((s[0] + x / s[0]) / 2, jnp.any(jnp.abs(s[0] * s[0] - x) > 1e-5), s[2] + 1),
@@ -106,7 +106,7 @@ def flagged(x: Any) -> Any:
 
 
 def patient(x: Any) -> Any:
-    """Stops after three turns in a row that do not improve."""
+    """Stop after three iterations in a row without improvement."""
 
     def turn(s: Any) -> Any:
         r, best, waited = s
@@ -119,7 +119,7 @@ def patient(x: Any) -> Any:
 
 
 def nested(x: Any) -> Any:
-    """The cube root by the square root: r -> sqrt(x / r)."""
+    """Compute the cube root by iterating r -> sqrt(x / r)."""
     return turns(
         lambda r: jnp.max(jnp.abs(r**3 - x)) <= 1e-4,
         lambda r: newton(x / r)[0],
@@ -228,7 +228,7 @@ def test_results_far_from_one_keep_their_size(size: float) -> None:
 
 
 def transport(cost: Any) -> Any:
-    """The plan u K v of optimal transport (Sinkhorn), whose u and v lie far apart."""
+    """Compute Sinkhorn's plan u K v, with u and v of very different magnitudes."""
     kernel = jnp.exp(-cost)
 
     def turn(s: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Markers: identities outside scalify, and what each asks for inside."""
+"""Markers: identities outside of scalify, with an effect inside."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +48,7 @@ def test_the_value_stays_the_same_inside(name: str) -> None:
 
 @pytest.mark.parametrize("on", ["forward", "backward"])
 def test_each_direction_alone(on: Any) -> None:
-    """The scale asked for is seen on the marked side only."""
+    """The requested scale shows only in the marked direction."""
     x = ScaledArray(X, jnp.float32(2.0))
 
     def scales(a: Any) -> Any:

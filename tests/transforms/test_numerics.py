@@ -67,7 +67,7 @@ SCALES = (1.0, 2.0**12, 2.0**-12)
 
 
 def plain_and_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Results at every input, plain and at every scale."""
+    """Compute results for every input, plain and with every scale."""
 
     def scaled(x: jax.Array, scale: jax.Array) -> Any:
         return to_array(scalify(function)(ScaledArray(x / scale, scale)))
@@ -176,7 +176,7 @@ def test_float16_data_keeps_type_and_value() -> None:
 
 
 def test_many_products_neither_overflow_nor_underflow() -> None:
-    """Each product grows data by a root that is no power of two; the drift is bounded."""
+    """Each matmul multiplies data by a factor that is not a power of two; the drift is bounded."""
     rng = np.random.default_rng(0)
     weights = np.asarray(rng.normal(size=(60, 24, 24)), np.float32) * np.float32(1e-1)
     x = np.asarray(rng.normal(size=(8, 24)), np.float32) * np.float32(1e-3)
@@ -200,7 +200,7 @@ def test_many_products_neither_overflow_nor_underflow() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_a_result_that_is_put_in_again_keeps_value_and_scale(dtype: Any) -> None:
-    """Its scale does not run away, however often: the value decides it, not its history."""
+    """The scale depends on the value, not on how often it is recomputed."""
     start = as_scaled(jnp.asarray([1.0, -3.0]), dtype=dtype)
     functions = lambda x: 2 * x - x, lambda x: 0.5 * x + x * 0.5, lambda x: x * x / x
     step = jax.jit(lambda xs: [scalify(f)(x) for f, x in zip(functions, xs, strict=True)])
@@ -213,7 +213,7 @@ def test_a_result_that_is_put_in_again_keeps_value_and_scale(dtype: Any) -> None
 
 
 def test_a_large_number_times_a_large_scale() -> None:
-    """The product of the two may leave float32 where the value does not."""
+    """The product of number and scale may overflow float32 although the value does not."""
     cases = (100, 2.0**-12, 3.2e11), (-100, 2.0**12, 3e-11), (100, 0.5, 1e-20)
     table = {
         (*case, dtype): (
@@ -246,7 +246,7 @@ def test_numbers_of_float64_beyond_a_scale() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_what_is_left_of_one(dtype: Any) -> None:
-    """As of the variances of a diffusion model: 1 - b is not rounded before what is asked of it."""
+    """1 - b, as for variances of a diffusion model, is not rounded before it is used."""
     functions = lambda b: (jnp.log(1 - b), (1 + b) - 1, 1 - jnp.cumprod(1 - b))  # noqa: E731
     both = jax.jit(lambda b: (functions(to_array(b, jnp.float32)), to_array(scalify(functions)(b))))
     expected, results = both(as_scaled(jnp.linspace(1e-4, 0.02, 64), dtype=dtype))
@@ -287,7 +287,7 @@ def test_few_elements_that_are_far_larger_do_not_saturate() -> None:
 
 
 def test_rows_of_other_scales() -> None:
-    """Where rows do not mix, none is lost beside one with a larger scale."""
+    """If rows do not mix, small ones are not lost next to rows with larger scales."""
     data = jnp.asarray([[1, 2, 3, 0], [1, 3, 2, 0]], jnp.float16)
     x = ScaledArray(data, jnp.array([[1.0], [2.0**-40]]))
     moves = lambda x: x[:, ::-1], lambda x: x.reshape(2, 1, 4)
@@ -302,7 +302,7 @@ def test_rows_of_other_scales() -> None:
 
 @jax.jit
 def units_of(arrays: list[Any]) -> list[Any]:
-    """The scales that are measured of plain numbers: RMS and amax, as powers of two."""
+    """Return the scales measured from plain numbers: RMS and amax, as powers of two."""
 
     def measure(x: Any) -> Any:
         both = [get_data_scale(dynamic_rescale(x, s))[1] for s in ("rms", "amax")]
@@ -329,7 +329,7 @@ FEW_LARGE: list[tuple[list[float], float]] = [
 
 
 def test_measured_scales_are_the_nearest_power_of_two() -> None:
-    """Ties go up; one where there is nothing to measure; few large numbers raise the RMS's."""
+    """Ties round up; without numbers the scale is 1; a few large numbers raise the RMS."""
     few = [numbers for numbers, _ in FEW_LARGE]
     found = units_of([np.asarray(x, np.float32) for x in (*NEAREST, *NOTHING, *few)])
     for x, units in zip(NEAREST, found, strict=False):
@@ -343,7 +343,7 @@ def test_measured_scales_are_the_nearest_power_of_two() -> None:
 
 @pytest.mark.parametrize("log2", [1, 10, 20])
 def test_rms_of_small_and_large_numbers_is_not_their_largest(log2: int) -> None:
-    """Of equal numbers but one, which is four times as large, and of one beside zeros."""
+    """Test equal numbers with one that is four times as large, and one number among zeros."""
     last = np.arange(2**log2) == 2**log2 - 1
     larger = 1.0 if log2 == 1 else 4.0
     for exponent in (-84, 103):

@@ -1,4 +1,4 @@
-"""Programs as users write them, in 16 bits: results are those of float32 on the same values."""
+"""Typical programs in 16 bits compute the same as float32 on the same values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,9 +23,9 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def check(table: dict[Any, tuple[Any, ...]], rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Compares scalified programs with plain ones on the values of the same arguments.
+    """Compare scalified programs with plain ones on the same values.
 
-    Rows are a function and its arguments; ``atol`` is relative to the largest element.
+    Rows are a function and its arguments; `atol` is relative to the largest element.
     """
 
     def both(f: Program) -> Program:
@@ -47,7 +47,7 @@ def narrow(x: Any, dtype: Any) -> ScaledArray:
 
 
 def squared(part: Program) -> Program:
-    """A matmul, which rounds its operands, of the square of a part."""
+    """A matmul, which rounds its operands, of a squared slice."""
     return lambda x: jnp.square(part(x)) @ jnp.ones(part(x).shape[-1], x.dtype)
 
 
@@ -61,7 +61,7 @@ def moving_average(x: Any) -> Any:
 
 
 def hub(x: Any) -> Any:
-    """Degrees of a graph in which all edges lead to one node."""
+    """Compute degrees of a graph in which all edges lead to one node."""
     return jax.ops.segment_sum(x, jnp.zeros(x.size, jnp.int32), x.size)
 
 
@@ -109,7 +109,7 @@ def test_parts_choices_differences_and_sums(dtype: Any) -> None:
 
 
 def warped(costs: Any, most: float = 1e10) -> Any:
-    """Soft dynamic time warping, with a number that stands for no way."""
+    """Compute soft dynamic time warping, with a large number for impossible paths."""
 
     def row(above: Any, costs: Any) -> Any:
         def cell(left: Any, item: Any) -> Any:
@@ -201,7 +201,7 @@ LABELS = jnp.asarray([[2], [0]])
 
 @pytest.mark.parametrize("size", [1e-9, pytest.param(1e11, marks=pytest.mark.slow)])
 def test_what_has_no_scale_is_met_at_its_own_size(size: float) -> None:
-    """The array tells it at run time: at scale 1 float16 loses 1e-9, and ends at 65504."""
+    """Arrays without a scale are measured at run time; at scale 1, float16 would lose 1e-9."""
     x, y = (jnp.asarray(size * normal(i, 2, 3), jnp.float32) for i in range(2))
     half = as_scaled(x, dtype=jnp.float16)
     table = {name: (lambda x, y, f=f: f(x, y, size), half, y) for name, f in BESIDE.items()}

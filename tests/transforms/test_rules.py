@@ -1,4 +1,4 @@
-"""Single rules: movers, casts, comparisons, functions, sums, calls, the default."""
+"""Single rules: moving data, casts, comparisons, functions, sums, calls, the default."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ MOVES = [jnp.ravel, jnp.transpose, jnp.flip, lambda x: x[1], lambda x: -x, jnp.a
 
 
 def test_data_moves_and_the_scale_stays() -> None:
-    """A scale per row is reduced where elements move."""
+    """A scale per row becomes a single scale if elements move between rows."""
     x = ScaledArray(jnp.arange(6.0).reshape(2, 3), jnp.float32(3.0))
     rows = ScaledArray(jnp.ones((2, 3)), jnp.asarray([[1.0], [8.0]]))
     moved = jax.jit(lambda x: [(f(x.data), scalify(f)(x)) for f in MOVES])(x)
@@ -110,7 +110,7 @@ def test_roots_have_the_scale_of_their_own_size(scale: float) -> None:
 
 
 def test_small_second_moments_survive_float16() -> None:
-    """g**2, its average and the ratio to its root are rounded once, at the end."""
+    """g**2, its average, and g over its root are rounded only once, at the end."""
     g = as_scaled(jnp.asarray([1e-4, 3e-8, -2e-7]), dtype=jnp.float16)
     update = jax.jit(scalify(lambda x: x / (jnp.sqrt(0.001 * x**2) + 1e-12)))(g)
     assert update.dtype == jnp.float16
@@ -125,7 +125,6 @@ POOLS: list[Callable[..., Any]] = [
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn])
 def test_gradients_without_a_scale_are_chosen_by_narrow_data(dtype: Any) -> None:
-    """Those of a plain sum of the pooled extremes are plain ones."""
     x = as_scaled(jnp.asarray(np.random.default_rng(0).normal(size=(4, 6))), dtype=dtype)
     gradients = [jax.grad(lambda x, pool=pool: jnp.sum(pool(x))) for pool in POOLS]
     both = jax.jit(lambda x: [(f(to_array(x, "float32")), scalify(f)(x)) for f in gradients])
@@ -134,7 +133,7 @@ def test_gradients_without_a_scale_are_chosen_by_narrow_data(dtype: Any) -> None
 
 
 def test_many_terms_of_one_place() -> None:
-    """Of one sign they grow by their number, here beyond float16."""
+    """Terms of one sign grow with their number, here beyond float16."""
     x = as_scaled(jnp.ones(100_000), dtype=jnp.float16)
     found = jax.jit(scalify(lambda x: jax.ops.segment_sum(x, jnp.zeros(x.shape, int), 1)))(x)
     np.testing.assert_allclose(to_array(found), [1e5], rtol=2**-11)
@@ -177,7 +176,7 @@ def test_branches_in_branches_are_interpreted_once_each(monkeypatch: pytest.Monk
 
 
 def test_the_users_rule_is_used_outside_too() -> None:
-    """Differentiated outside of scalify, with respect to data: the scales are constants."""
+    """Outside of scalify, gradients are by data, with constant scales."""
     x = ScaledArray(jnp.asarray([0.3, 2.0]), jnp.float32(4.0))
 
     def outside(data: jax.Array) -> jax.Array:
@@ -195,7 +194,7 @@ def test_the_users_rule_is_used_outside_too() -> None:
 
 @pytest.mark.parametrize("size", [1e-9, pytest.param(1e9, marks=pytest.mark.slow)])
 def test_factorizations_of_any_size(size: float) -> None:
-    """Both factors of `lu` are in one array: L near 1, U near the matrix."""
+    """`lu` returns both factors in one array: L near 1, U as large as the matrix."""
     wide = size * np.float32([[4.0, 1.0], [1.0, 3.0]])
     matrix, right = as_scaled(wide, dtype=jnp.float16), jnp.asarray([1.0, -2.0])
     solvers = jnp.linalg.solve, lambda a, b: jnp.linalg.inv(a) @ b * 1.0

@@ -1,4 +1,4 @@
-"""The function itself: arguments, results, errors, and the registration of rules."""
+"""`scalify` itself: arguments, results, errors, and registering rules."""
 
 import functools
 import importlib
@@ -233,7 +233,7 @@ def test_a_primitive_without_a_rule_takes_the_default() -> None:
 
 
 def test_every_differentiable_primitive_is_listed() -> None:
-    """Kernels of Pallas are not asked for, though it is imported."""
+    """Primitives of Pallas do not count, although it is imported."""
     importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
     assert unlisted() == []
     assert all(name in coverage() for name in ("`dot_general`", "`scan`", "`custom_vjp_call`"))

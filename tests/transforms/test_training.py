@@ -17,9 +17,9 @@ from unitscale.transforms import scalify
 
 
 def check_scales(tree: Any) -> None:
-    """Every scale is a power of two within two powers of two of the RMS of its value.
+    """Check that scales are powers of two within a factor of 4 of the RMS of the value.
 
-    One is what a measured scale allows; the other, what one step after it does.
+    A measured scale is within a factor of 2; one step after it may add another.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
         if isinstance(leaf, ScaledArray) and np.any(leaf.data):
@@ -35,7 +35,7 @@ BF16 = pytest.param(jnp.bfloat16, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("dtype", [jnp.float16, BF16])
 def test_layer_norm_of_flax(dtype: Any) -> None:
-    """Which takes the variance from the mean of squares."""
+    """Flax computes the variance as E[x^2] - E[x]^2."""
     mean = 32.0
     x = np.random.default_rng(0).normal(mean, 1, size=(16, 512)).astype(np.float32)
     given = as_scaled(jnp.asarray(x), dtype=dtype)
@@ -71,7 +71,7 @@ LEFT_OUT = {"optimistic_adam", "dpsgd"}  # deprecated; wants a gradient of each 
 
 
 def optimizers() -> dict[str, Callable[[], Any]]:
-    """Every function of optax and optax.contrib that takes a learning rate, and those given."""
+    """List the functions of optax and optax.contrib that take a learning rate, and those given."""
     found = dict(GIVEN)
     for module in (optax, optax.contrib):
         for name, f in inspect.getmembers(module, inspect.isfunction):
@@ -111,7 +111,7 @@ def optimizer_step(name: str, optimizer: Any) -> Callable[..., Any]:
 
 
 def rounded(tree: Any, dtype: Any, offset: Any) -> Any:
-    """Rounds each leaf at a scale near its RMS; other offsets round otherwise."""
+    """Round each leaf at a scale near its RMS; the offset shifts the rounding."""
 
     def one(x: Any) -> Any:
         if not x.size or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -125,7 +125,7 @@ def rounded(tree: Any, dtype: Any, offset: Any) -> Any:
 
 
 def losses(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
-    """The loss of every step, and what training ends with."""
+    """Return the loss of every step, and the final state."""
     found = []
     for _ in range(TURNS):
         params, state, loss = step(params, state, batch)
@@ -134,7 +134,7 @@ def losses(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> tup
 
 
 def follows(name: str) -> Any:
-    """Train in float32 and in float16: the losses of float32, and what float16 ends with."""
+    """Train in float32 and float16; return the losses of float32, and the final float16 state."""
     params, batch = problem()
     optimizer = optimizers()[name]()
     step, state = optimizer_step(name, optimizer), optimizer.init(params)

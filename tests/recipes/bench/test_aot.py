@@ -1,4 +1,4 @@
-"""Compiled programs: bytes, FLOPs and runs of kernels, and bytes that collectives send."""
+"""Kernels of compiled programs: bytes, FLOPs and number of runs; bytes sent by collectives."""
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,14 @@ ATTENTION = 'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"mask_typ
 
 
 def program(line: str, *types: str, called: str = "") -> str:
-    """A program of one instruction, whose parameters are x0, x1 and so on."""
+    """Make an HLO program of one instruction with parameters x0, x1, ..."""
     own = "\n".join(f"  %x{n} = {kind} parameter({n})" for n, kind in enumerate(types))
     entry = f"ENTRY %main () -> f32[] {{\n{own}\n  ROOT %out = {line}\n}}"
     return f"HloModule jit_f, num_partitions=4\n\n{called}\n{entry}"
 
 
 def function(lines: str, *types: str, name: str = "called") -> str:
-    """A computation, whose parameters are p0, p1 and so on."""
+    """Make an HLO computation with parameters p0, p1, ..."""
     own = "\n".join(f"  %p{n} = {kind} parameter({n})" for n, kind in enumerate(types))
     return f"%{name} () -> f32[] {{\n{own}\n  {lines}\n}}\n"
 
@@ -189,7 +189,7 @@ def lines(text: str) -> str:
 
 
 def test_bytes_on_the_wire() -> None:
-    """As XLA prints them; tests/parallel has compiled programs."""
+    """Count bytes in HLO text; tests/parallel does so for compiled programs."""
     for case in LINES.strip().splitlines():
         line, wanted, sent = case.split(" | ")
         kind, dtype, size, devices = wanted.split()

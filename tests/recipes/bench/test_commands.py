@@ -1,4 +1,4 @@
-"""Every benchmark as a command, at the smallest size."""
+"""Every benchmark runs as a command, with tiny models."""
 
 import json
 import math
@@ -14,7 +14,7 @@ import pytest
 from recipes.bench import fuzz, lms, parallel, parity, runs, step
 from recipes.cli import main
 from recipes.finetune.config import FinetuneConfig
-from recipes.sweep import Curve
+from recipes.sweep.points import Curve
 from tests.recipes.masked import write_bert
 from tests.recipes.tasks import FILES, write_tasks
 from unitscale import ScaledArray
@@ -27,7 +27,7 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture
 def bench(tmp_path: Path, config_file: Path) -> Callable[..., list[Rows]]:
-    """Runs a benchmark, of the tiny run where it takes a config; the rows of its tables."""
+    """Run a benchmark, on the tiny config if it takes one; return the rows of its tables."""
 
     def run(name: str, *words: str) -> list[Rows]:
         out = tmp_path / "out.json"
@@ -108,7 +108,7 @@ def test_parallel(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of runs whose losses and scores are given, by format and seed."""
+    """Losses and scores are made up, by format and seed, instead of trained."""
     score, seen = {"float32": 0.8, "float16": 0.79, "fp8": 0.5}, []
 
     def trained(config: Any, fresh: bool) -> dict[str, float]:
@@ -237,7 +237,7 @@ def test_fuzz(bench: Any) -> None:
 
 
 def test_fuzz_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sine that is wrong, in the middle of a program: found, and made small."""
+    """A wrong sine in a longer program is found, and the program shortened."""
     lines = {"v0": "i0 + 1", "v1": "jnp.sin(v0)", "v2": "v1 * 3", "v3": "abs(i1)"}
     tried = program("operators", *lines.values(), i1=ONES)
     assert fuzz.check(tried) is None

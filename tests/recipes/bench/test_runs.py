@@ -1,4 +1,4 @@
-"""How runs are compared and results written, with losses that are given instead of trained."""
+"""Comparing runs and writing results, with made-up losses."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def test_differences_are_paired_and_bounds_two_sided_but_for_no_worse() -> None:
 
 @pytest.fixture
 def losses(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Training costs nothing: a loss follows from text, seed, library and learning rate."""
+    """Replace training by a formula for the loss: of text, seed, library and learning rate."""
     seen: list[RunConfig] = []
 
     def loss_of(config: Any) -> float:

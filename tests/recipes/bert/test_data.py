@@ -1,4 +1,4 @@
-"""Pairs of segments with hidden tokens: layout, draws, shards, and positions that come back."""
+"""Pairs of segments with hidden tokens: layout, random choices, shards, and resuming."""
 
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def load(path: Path, *overrides: str) -> MaskedCorpus:
 
 
 def whole(batch) -> np.ndarray:
-    """The ids of a batch with its hidden tokens put back."""
+    """Return the ids of a batch with the hidden tokens restored."""
     ids, _, positions, targets, counts = batch[:5]
     ids = ids.copy()
     for row in range(len(ids)):
@@ -80,7 +80,7 @@ def whole(batch) -> np.ndarray:
 
 
 def texts(data: MaskedCorpus, batch) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The two segments of each sequence."""
+    """Return the two segments of each sequence."""
     found = []
     for ids, segments in zip(whole(batch), batch[1], strict=True):
         assert ids[0] == data.vocabulary.first

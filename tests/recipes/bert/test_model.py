@@ -1,4 +1,4 @@
-"""BERT: gradients of every objective, segments, padding, and predictions at chosen positions."""
+"""BERT: gradients of every objective, segments, padding, and predictions at given positions."""
 
 from typing import Any
 
@@ -157,7 +157,6 @@ def test_the_loss_is_the_mean_over_what_counts() -> None:
 
 @pytest.mark.parametrize("counted", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_the_constant_of_a_head_is_that_of_its_gradient(counted: int) -> None:
-    """However many labels count."""
     rng = np.random.default_rng(1)
     x = rng.normal(size=(2, 8, 16)).astype(np.float32)
     kernel = rng.normal(size=(16, 5)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""A BERT trains through `recipes.train`: it learns, resumes bit for bit, and shows its guesses."""
+"""Training a BERT with `recipes.train`: it learns, resumes exactly, and prints its guesses."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def test_abstract_batches_are_like_those_of_the_data(path: Path, pairs: str) -> 
 
 def test_closing_shows_guesses_beside_the_truth(path: Path, tmp_path: Path) -> None:
     class Sure:
-        """A model that expects token 7 everywhere."""
+        """A model that predicts token 7 everywhere."""
 
         def encoder(self, ids: Any, segments: Any) -> Any:
             return ids

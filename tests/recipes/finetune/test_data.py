@@ -1,4 +1,4 @@
-"""Rows and questions of files become records, laid out as the tokenizer itself does."""
+"""Rows and questions of files become records with the layout of the tokenizer."""
 
 import csv
 import json
@@ -218,7 +218,7 @@ def template(single: str, pair: str) -> processors.TemplateProcessing:
     ],
 )
 def test_layouts(processor: Any) -> None:
-    """The tokenizer itself is left alone."""
+    """The tokenizer that is passed in does not change."""
     tokenizer = make_tokenizer()
     tokenizer.post_processor = processor  # type: ignore[assignment]
     expected = tokenizer.encode("the mine", "open")
@@ -272,7 +272,7 @@ WRONG_QUESTIONS: list[tuple[list[Any] | bytes, str]] = [
     ([entry("one")], r"'one': expected answers or is_impossible; got 0, False"),
     ([ONE | {"is_impossible": True}], r"'one': expected answers or is_impossible; got 1, True"),
     ([{"id": "one", "question": "When?"}], r"qas\.0\.answers: Field required"),
-    ([ONE, ONE], r"'one': expected different ids"),
+    ([ONE, ONE], r"'one': expected unique ids"),
     ([entry("one", answer("1878", True))], r"valid integer; got True"),
     ([ONE | {"question": " "}], r"question: String should"),
     ([], r"expected questions; got none"),
@@ -305,7 +305,7 @@ def features(*questions: Question, length: int = 64, most: int = 8) -> SquadFeat
 
 
 def labelled_texts(made: SquadFeatures) -> list[str | None]:
-    """The text between the labels of each record; None where they are at [CLS]."""
+    """Return the text between the labels of each record; None if they are at [CLS]."""
     texts: list[str | None] = []
     for record, window in zip(made.records, made.windows, strict=True):
         start, end = int(record["start"]), int(record["end"])
@@ -353,7 +353,7 @@ def test_a_part_of_an_answer_is_no_answer() -> None:
 
 @pytest.mark.parametrize(("length", "most"), [(24, 8), (20, 4), (16, 3)])
 def test_windows_are_those_of_the_library(length: int, most: int) -> None:
-    """Each shares half of its room with the next, and questions are cut."""
+    """Windows overlap by half, and long questions are cut."""
     texts = ["when did mine open", "when?"]
     made = features(*(ask("1901", text) for text in texts), length=length, most=most)
     encodings = []

@@ -1,4 +1,4 @@
-"""The best answers of all spans, and scores as published and as defined."""
+"""Best answers by comparing all spans; scores by published examples and by definition."""
 
 import json
 import math
@@ -157,7 +157,7 @@ def odds(*values: float) -> dict[str, tuple[str, float]]:
 
 
 def test_reports_of_v2(tmp_path: Path) -> None:
-    """As of the published script at a threshold of 0; odds that are not above it are an answer."""
+    """Scores of the published script with threshold 0: null odds up to 0 count as an answer."""
     found = odds(-3.0, -1.0, 0.0, 5.0, -0.5)  # "name" is right, "place" has F1 0.8, "number" none
     expected = {"exact": 40.0, "f1": 56.0, "total": 5}
     expected |= {"HasAns_exact": 100 / 3, "HasAns_f1": 60.0, "HasAns_total": 3}

@@ -1,4 +1,4 @@
-"""Fine-tuning a tiny BERT on both tasks, from files to scores: of a run, and of a folder."""
+"""Fine-tuning a tiny BERT on both tasks, starting from a run and from a Hugging Face folder."""
 
 import json
 import re
@@ -55,14 +55,14 @@ def test_wrong_values() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretrained run, and two tasks."""
+    """A pretrained run, and the files of two tasks."""
     folder = tmp_path_factory.mktemp("finetune")
     write_tasks(folder, write_run(folder))
     return folder
 
 
 def test_the_config_of_an_earlier_version_is_read(folder: Path, tmp_path: Path) -> None:
-    """A key that is gone may have the value that is a constant now, and no other."""
+    """A removed key is accepted only with the value that is a constant now."""
     config = load_config(folder / "squad.yaml", ["precision=fp8"])
     tree = config.model_dump(mode="json")
     del tree["precision"]
@@ -80,7 +80,7 @@ def test_the_config_of_an_earlier_version_is_read(folder: Path, tmp_path: Path) 
 
 
 def unmoved(config: FinetuneConfig) -> list[Any]:
-    """The parameters that training left as they were."""
+    """Return the parameters that training did not change."""
     before = nnx.to_flat_state(nnx.state(build(config), nnx.Param))
     after = dict(nnx.to_flat_state(load_trained(config, pytest.fail)[1].params))
     pairs = [(path, one.get_value(), after[path].get_value()) for path, one in before]
@@ -89,7 +89,7 @@ def unmoved(config: FinetuneConfig) -> list[Any]:
 
 @pytest.mark.slow
 def test_sentences_are_learned_and_scored(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two words decide the label: a linear model over the first states could tell them apart."""
+    """Two words determine the label, so that even a linear model of embeddings could learn it."""
     words = [str(folder / "classification.yaml"), "train.steps=60", SGD]
     assert main(["train", *words]) == 0
     said = re.split(r", |\n", capsys.readouterr().out)
@@ -123,7 +123,7 @@ def test_questions_are_answered_in_fp8(folder: Path, capsys: pytest.CaptureFixtu
 
 
 def test_weights_of_the_encoder_are_those_of_the_run(folder: Path) -> None:
-    """They bind the step to no device: else the second step compiles again for bound arrays."""
+    """They are not committed to a device; otherwise the second step would compile again."""
     config = tuned(folder, "classification")
     _, state = load_trained(pretraining_of(config.init), print)
     expected = dict(nnx.to_flat_state(state.params))
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tasks of a BERT that has the head of neither."""
+    """Two tasks for a BERT that has no head for either."""
     folder = tmp_path_factory.mktemp("plain")
     write_tasks(folder, one_layer(copied("bert-mlm", folder)))
     return folder
@@ -213,7 +213,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_logits_of_each_policy_are_those_of_the_model(plain: Path) -> None:
-    """Less rounding: an epsilon of the products' format, over some ten products in a row."""
+    """Up to rounding: an epsilon of the matmuls' format, over about ten matmuls in a row."""
     found = {}
     for policy in ("float32", "float16", "fp8"):
         config = tuned(plain, "classification", STANDARD, f"precision.policy={policy}")

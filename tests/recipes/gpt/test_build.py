@@ -1,4 +1,4 @@
-"""Configs of a GPT, and the models built from them."""
+"""Models that are built from configs of recipe gpt."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +61,7 @@ def test_the_end_of_documents_is_that_of_the_tokenizer(make_config: MakeConfig) 
 
 @pytest.mark.slow
 def test_remat_changes_nothing(make_config: MakeConfig) -> None:
-    """The same loss, updates and draws of dropout of two steps, and the same probe of layers."""
+    """Two steps have the same losses, updates and dropout masks, and the probe the same values."""
     taken = []
     for remat in ("none", "layer"):
         graphdef, optimizer, state = init_state(make_config(f"model.remat={remat}"))
@@ -76,7 +76,7 @@ def test_remat_changes_nothing(make_config: MakeConfig) -> None:
 
 @pytest.mark.parametrize("library", ["unitscale", "plain"])
 def test_biases_of_linear_layers(library: str) -> None:
-    """All six linear layers of a Transformer layer have one; the readout has not."""
+    """All six linear layers of a Transformer layer have a bias; the readout has none."""
     model: dict[str, Any] = {"library": library, "layers": 1, "norm": "layer"}
     optimizer = {"umup": library == "unitscale"}
     count = {}

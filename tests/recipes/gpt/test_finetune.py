@@ -1,4 +1,4 @@
-"""The shipped config that tunes all of a Llama: FP8 products, 5 bytes a parameter, no scalify."""
+"""configs/llama/finetune.yaml: FP8 matmuls, 5 bytes per parameter, without scalify."""
 
 import math
 from pathlib import Path
@@ -40,7 +40,7 @@ SIZES = {16: 32, 24: 32, 12: 16}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Llama of one layer, drawn: gains are 1, biases 0 and matrices small."""
+    """Write a random one-layer Llama with gains of 1, biases of 0 and small matrices."""
     draw = np.random.default_rng(0)
 
     def drawn(name: str, old: np.ndarray) -> np.ndarray:
@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, *words: str) -> Any:
-    """The shipped config on a small text, from a folder."""
+    """Load configs/llama/finetune.yaml with a small text and the given folder."""
     (folder.parent / "text.txt").write_text(TEXT, "utf-8")
     small = [
         f"init={folder}",
@@ -98,7 +98,7 @@ def test_it_learns_resumes_and_writes_a_folder(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_parameter_has_five_bytes(folder: Path) -> None:
-    """And 4 of a gradient; scales are of whole arrays. The weights are not read."""
+    """A gradient takes 4 bytes; scales are per array. `describe` does not read the weights."""
     change_config(folder, hidden_size=512, intermediate_size=1536)
     facts = describe(make(folder))
     assert facts.trained == sum(facts.parameters.values())
@@ -113,7 +113,7 @@ def test_a_parameter_has_five_bytes(folder: Path) -> None:
         (["lora={}"], r"precision\.matmuls .* needs lora null"),
         (["lora={}", "precision.matmuls=null"], r"precision\.weights"),
         (["precision.matmuls=qwix"], "qwix needs init null"),
-        (["model.width=16"], r"model\.width: expected 32, that of init"),
+        (["model.width=16"], r"model\.width: expected 32, as in init"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -1,4 +1,4 @@
-"""Generation through the cache draws what the uncached model would."""
+"""Generation with the cache gives the tokens of the model without a cache."""
 
 import functools
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def test_cached_logits_are_the_uncached_ones(library: str, shape: dict[str, Any]
 
 
 def greedy(model: Any, prompt: str, tokens: int) -> str:
-    """The most likely continuation by the uncached model, in stretches of the context."""
+    """Continue greedily with the model without a cache, restarting when the context is full."""
     ids, most, call = list(prompt.encode()), CONTEXT - 1, jitted(model)
     while tokens:
         visible = ids[-most:]
@@ -96,7 +96,7 @@ def test_text_is_that_of_the_uncached_model_also_past_the_context(library: str) 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (2.0, 3), (0.5, 99), (0.0, None)])
 def test_draws_follow_the_softmax(temperature: float, top_k: int | None) -> None:
-    """`top_k` breaks ties by taking the first of equal logits."""
+    """Samples follow the softmax; `top_k` takes the first of equal logits."""
     logits, keys = np.array([0.5, 2.0, 1.0, 2.0, 1.0]), jax.random.split(jax.random.key(1), 4000)
     pick = jax.vmap(lambda key: draw(jnp.asarray(logits)[None], key, temperature, top_k)[0])
     out = jax.jit(pick)(keys)
@@ -110,7 +110,7 @@ def test_draws_follow_the_softmax(temperature: float, top_k: int | None) -> None
 
 
 def test_a_text_has_a_start_and_an_end_and_comes_in_pieces() -> None:
-    """Ids that come first, once, and ids that end it where they are drawn."""
+    """Ids are put before a prompt once, and sampling an end id stops generation."""
     model, settings = make("plain", positions="learned"), {"tokens": 9, "seed": 3}
     writer = Writer(model, BYTES, CONTEXT)
     whole = writer("abc", **settings)
@@ -135,7 +135,7 @@ def test_streamed_characters_of_several_bytes_are_whole() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_padding_of_the_vocabulary_is_never_drawn(tied: bool) -> None:
-    """Not even if it held the largest numbers: logits are those of the vocabulary."""
+    """Padding is not sampled even if its weights are the largest."""
     make.cache_clear()
     model = make("unitscale", vocab=11, vocab_multiple=16, tied_readout=tied)
     variable = model.embed.embedding if tied else model.readout.kernel

@@ -1,4 +1,4 @@
-"""The GPT of `unitscale.nn`: gradients, roles of parameters, and documents."""
+"""The GPT of `unitscale.nn`: gradients, roles of parameters, and masks between documents."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_documents_of_a_window_do_not_see_each_other(options: dict[str, Any]) ->
     other[[1, 5]] = 7  # of the first two documents
 
     def changed(**end: int) -> np.ndarray:
-        """Which logits change."""
+        """Return which logits change."""
         model = make(options | end)
         values = jit(lambda ids: model(ids).value)(np.stack([window, other]))
         return np.abs(values[0] - values[1]).max(-1) > 1e-4

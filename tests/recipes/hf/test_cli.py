@@ -1,4 +1,4 @@
-"""Decoders from Hugging Face folders on the command line: generated from, asked, and tuned."""
+"""Decoders from Hugging Face folders on the command line: generate, chat and fine-tune."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ EMBED = "transformer.wte.weight"
 
 
 def words(folder: Path, init: Path = FOLDER) -> list[str]:
-    """The shipped config with a small text, two steps, and the folder to start from."""
+    """Load configs/gpt2/finetune.yaml with a small text, two steps and the given folder."""
     (folder / "text.txt").write_text(TEXT, "utf-8")
     return [
         str(SHIPPED),
@@ -92,7 +92,7 @@ def test_the_shape_is_that_of_the_folder() -> None:
 WRONG = [
     ("init=/nowhere", "recipe gpt, or a Hugging Face folder; got /nowhere"),
     (f"init={FIXTURES / 'bert-mlm'}", "_text; got 'bert'"),
-    ("model.width=32", "model.width: expected 16, that of init"),
+    ("model.width=32", "model.width: expected 16, as in init"),
     ("data.sequence_length=33", "context must be at least data.sequence_length; got 32"),
     ("lora={targets: [querry]}", "expected 'query', 'key', 'value', 'out', 'gate', 'up'"),
     ("precision.frozen=float8_e4m3fn", "precision.frozen needs lora"),
@@ -133,7 +133,7 @@ def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
     assert main(["train", *command]) == 0
     adapter = tmp_path / "runs" / "llama-lora" / "adapter"
     printed = capsys.readouterr().out
-    assert f"the adapter, in files as PEFT has them, is in {adapter}" in printed
+    assert f"the adapter, in PEFT's format, is in {adapter}" in printed
     assert "llama-lora: 136 parameters" in printed  # 16 x 2 + 2 x 24, and 16 x 2 + 2 x 12
     config = load_config(command[0], command[1:])
     graphdef, state = load_trained(config, pytest.fail)
@@ -200,7 +200,7 @@ def test_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_an_answer(tmp_path: Path, capsys: Captured) -> None:
-    """The answer alone, as the same prompt written out has it."""
+    """`--chat` prints only the answer, the same as for the formatted prompt."""
     chat = folder(copied("llama3", tmp_path), chat_template=TEMPLATE)
     options = ["--tokens", "4", "--temperature", "0"]
     assert main(["generate", str(chat), "--chat", "--prompt", "How?", *options]) == 0

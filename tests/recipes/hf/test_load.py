@@ -1,6 +1,6 @@
-"""Models from Hugging Face folders: the logits of `transformers`, the same files back, mistakes.
+"""Models from Hugging Face folders: same logits as `transformers`, same files written, errors.
 
-The folders in `pretrained_fixtures` are those of `make_pretrained_fixtures.py`.
+`make_pretrained_fixtures.py` made the folders in `pretrained_fixtures`.
 """
 
 import functools
@@ -48,7 +48,7 @@ def logits(model: Any, *inputs: np.ndarray) -> jax.Array:
 
 
 def same_files(one: Path, other: Path) -> set[str]:
-    """Names of the files of the second folder, all equal to those of the first."""
+    """List the files of the second folder, which must be equal to those of the first."""
     names = {file.name for file in other.iterdir()}
     for name in names:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
@@ -90,7 +90,7 @@ def test_logits_and_files_are_those_of_transformers(name: str, tmp_path: Path) -
     ["gemma3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama3", "mistral", "gemma2"))],
 )
 def test_cached_logits_are_the_uncached_ones(folder: str) -> None:
-    """A prompt, then a token at a time, past the window."""
+    """Process a prompt, then one token at a time, beyond the attention window."""
     (ids,), expected = reference(FIXTURES / folder)
     graphdef, state = nnx.split(loaded(folder).model)
     step = jax.jit(lambda state, ids, cache: nnx.merge(graphdef, state)(ids, cache=cache))
@@ -116,20 +116,20 @@ def test_types_of_the_file_are_kept(dtype: str, tmp_path: Path) -> None:
 
 
 def bare_llama(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The names of a model without a head, and the buffers of the first Llamas."""
+    """Rename tensors as in a model without a head, and add the buffers of early Llamas."""
     new = {name.removeprefix("model."): array for name, array in old.items()}
     return new | {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
 
 
 def bare_gpt2(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The names of GPT-2's first files: no "transformer." and a mask in every layer."""
+    """Rename tensors as in early GPT-2 files: no "transformer.", and a mask in every layer."""
     new = {name.removeprefix("transformer."): array for name, array in old.items()}
     new["h.0.attn.bias"] = np.tril(np.ones((1, 1, 32, 32), np.float32))
     return new | {"h.1.attn.masked_bias": np.float32(-1e4)}
 
 
 def old_bert(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The names of BERT's first files, its unused head, and tensors that are tied twice over."""
+    """Rename tensors as in early BERT files, with an unused head and tied tensors stored twice."""
     norms = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     new = {}
     for name, array in old.items():
@@ -146,7 +146,7 @@ OLD = [("gpt2", bare_gpt2), ("llama3", bare_llama), ("bert-mlm", old_bert)]
 
 @pytest.mark.parametrize(("name", "change"), OLD)
 def test_files_of_old_versions(name: str, change, tmp_path: Path) -> None:
-    """They hold the same parameters, and come out as they were."""
+    """Old files load the same parameters, and are written back unchanged."""
     folder = copied(name, tmp_path)
     change_tensors(folder, change)
     pretrained = load(folder)
@@ -236,7 +236,7 @@ def test_trained_parameters_are_written(tmp_path: Path) -> None:
 
 
 def test_nothing_is_drawn_for_a_model_on_the_host() -> None:
-    """Its keys of dropout are those of a model that is drawn."""
+    """With `on_host`, dropout keys are the same as without."""
     folder = FIXTURES / "gpt2"
     model, host = (load(folder, dropout=0.5, on_host=host).model for host in (False, True))
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(nnx.state(host, nnx.Param)))
@@ -248,7 +248,7 @@ def test_nothing_is_drawn_for_a_model_on_the_host() -> None:
 
 
 def test_losses_are_means_of_cross_entropies() -> None:
-    """Over labels that are not negative; of an answer, over its first and last token."""
+    """Negative labels do not count; answers average over first and last token."""
     for name in ("bert-mlm", "bert-qa", "bert-classes"):
         inputs, given = reference(FIXTURES / name)
         draw, (size, time) = np.random.default_rng(0), inputs[0].shape
@@ -300,7 +300,7 @@ def gone(name: str) -> Change:
 
 
 def in_float8(folder: Path) -> None:
-    """A file whose header names a type that is not one of NumPy's or ours."""
+    """Write a file whose header has an unsupported dtype."""
     raw = b'{"x": {"dtype": "F8_E4M3FNUZ", "shape": [1], "data_offsets": [0, 1]}}'
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(raw)) + raw + b"\0")
 
@@ -318,17 +318,17 @@ MISTAKES: list[tuple[str, Change, str]] = [
     ("gpt2", text(WEIGHTS, "x" * 99), r"model\.safetensors: expected a safe"),
     ("gpt2", in_float8, "F32, F16 and BF16; got .*float8_e4m3fnuz"),
     ("bert-qa", text(INDEX, "{}"), r"index\.json: expected weight_map.*; got None"),
-    ("bert-qa", gone("model-00001-of-00002.safetensors"), "beside it; got 'model-00001-of"),
-    ("bert-qa", text(INDEX, '{"weight_map": {"x": "../w"}}'), r"beside it; got '\.\./w'"),
+    ("bert-qa", gone("model-00001-of-00002.safetensors"), "in this folder; got 'model-00001-of"),
+    ("bert-qa", text(INDEX, '{"weight_map": {"x": "../w"}}'), r"in this folder; got '\.\./w'"),
     ("qwen3", without("model.layers.1.self_attn.q_norm.weight"), r"q_norm\.weight missing"),
-    ("llama3", config(attention_bias=False), r"q_proj\.bias, .* more extra"),
+    ("llama3", config(attention_bias=False), r"q_proj\.bias, .* more as well"),
     ("mistral", config(tie_word_embeddings=True), r"lm_head\.weight and model\.embed_tokens\S+ "),
     ("gpt2", without(LINEAR), r"transformer\.h\.0\.mlp\.c_fc.* missing"),
     ("bert-mlm", without("cls.predictions.bias"), r"cls\.predictions\.bias missing"),
     ("bert-classes", without("classifier.bias"), r"classifier\.bias missing"),
-    ("gpt2", config(n_layer=1), r"transformer\.h\.1\.\S+, .* and 8 more extra"),
+    ("gpt2", config(n_layer=1), r"transformer\.h\.1\.\S+, .* and 8 more as well"),
     ("gpt2", config(n_layer=3), r"transformer\.h\.2\.\S+, .* and 8 more missing"),
-    ("gpt2", with_array("new.weight", [1.0]), r"new\.weight extra"),
+    ("gpt2", with_array("new.weight", [1.0]), r"new\.weight as well"),
     ("gpt2", config(n_inner=64), r"c_fc\.bias must be \[64\] of float32.*; got \[40\] of float32"),
     ("gpt2", with_array(LINEAR, np.ones((16, 40), int)), r"got \[16, 40\] of int32"),
 ]

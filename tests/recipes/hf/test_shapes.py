@@ -1,4 +1,4 @@
-"""From config.json to a shape: published files, older spellings, defaults, and what is refused."""
+"""Reading config.json: published files, older spellings, defaults, and errors."""
 
 import functools
 import importlib
@@ -31,7 +31,7 @@ def read(config: dict[str, Any], folder: Path) -> Any:
 
 
 def shape_of(name: str, folder: Path, **changes: Any) -> Any:
-    """The shape of a published model or a fixture with other keys; Ellipsis takes one out."""
+    """Read the shape of a model with changed keys; Ellipsis removes a key."""
     keys = PUBLISHED.get(name) or json.loads((FIXTURES / name / "config.json").read_text("utf-8"))
     return read({k: v for k, v in (keys | changes).items() if v is not ...}, folder)
 
@@ -248,10 +248,10 @@ def test_what_is_refused(name: str, keys: Any, message: str, tmp_path: Path) -> 
 
 
 def yarn(size: int, base: float, context: int, given: dict[str, Any]) -> tuple[np.ndarray, float]:
-    """Frequencies and the factor of queries and keys, by Peng et al. (2023), a pair at a time.
+    """Compute YaRN's frequencies pair by pair, and the factor of queries and keys.
 
-    The paper's ramp is over the turns of a pair in the context; its code and `transformers` ramp
-    over the index of the pair, between those that turn beta_fast and beta_slow times.
+    In the paper, the ramp is linear in a pair's number of rotations in the context; in its code and
+    in `transformers`, in the index of the pair, between beta_fast and beta_slow rotations.
     """
     factor, context = given["factor"], given.get("original_max_position_embeddings", context)
     ends = []
@@ -293,14 +293,14 @@ def test_yarn(given: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("context", "share"), [(6, 1 / 8), (2, 1.0)])
 def test_a_yarn_band_of_no_width(context: int, share: float) -> None:
-    """No pair turns in these contexts: the first is kept, as in `transformers`."""
+    """No pair completes a rotation in these contexts; as in `transformers`, the first is kept."""
     rope = RopeConfig(base=10.0, scaling="yarn", factor=8.0, context=context)
     found = frequencies(8, rope) / frequencies(8, RopeConfig(base=10.0))
     np.testing.assert_allclose(found, [1, share, share, share], rtol=1e-6)
 
 
 def test_llama3_frequencies() -> None:
-    """By wavelengths, as in the model's published code."""
+    """Compare with the formula in terms of wavelengths, as in the model's published code."""
     rope = RopeConfig(base=50.0, scaling="llama3", factor=8.0, context=64)
     wavelengths = 2 * np.pi * 50.0 ** (np.arange(0, 16, 2) / 16)
     smooth = (64 / wavelengths - rope.low_factor) / (rope.high_factor - rope.low_factor)
@@ -311,7 +311,7 @@ def test_llama3_frequencies() -> None:
 
 
 def test_rotation_and_attention_in_float16() -> None:
-    """Both are computed in float32; a factor multiplies what is rotated."""
+    """Both compute in float32; the attention factor multiplies rotated features."""
     draw = np.random.default_rng(0)
     q, k, v = (jnp.asarray(draw.standard_normal((2, 3, 2, 8)), jnp.float16) for _ in range(3))
     wide = [x.astype(jnp.float32) for x in (q, k, v)]

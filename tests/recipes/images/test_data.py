@@ -1,4 +1,4 @@
-"""Idx files come back as they were written, and what is wrong with one is said."""
+"""Reading idx files, and errors for damaged ones."""
 
 import gzip
 from collections.abc import Callable

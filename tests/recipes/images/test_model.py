@@ -1,4 +1,4 @@
-"""The plain models compute what NumPy does, for images of any size; the ViT is unit scaled."""
+"""The plain models against NumPy, for several image sizes; the ViT is unit scaled."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def parameter(value: Any) -> np.ndarray:
 
 
 def logits(model: Plain, images: np.ndarray, get: Get = parameter) -> np.ndarray:
-    """Of a model's parameters and images (batch, height, width), in float64."""
+    """Compute the logits of images (batch, height, width) in float64 NumPy."""
     x = images.astype(np.float64)[..., None]
     is_mlp = model.kind == "mlp"
     for layer in [] if is_mlp else model.convolutions:
@@ -40,12 +40,12 @@ def logits(model: Plain, images: np.ndarray, get: Get = parameter) -> np.ndarray
 
 
 def magnitudes(model: Plain, images: np.ndarray) -> np.ndarray:
-    """The sums of magnitudes that rounding errors of logits are relative to."""
+    """Compute sums of magnitudes, to which rounding errors of logits are relative."""
     return logits(model, np.abs(images), lambda value: np.abs(parameter(value)))
 
 
 def convolution(x: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-    """Stride 2 with zeros around, one more behind than before where their number is odd."""
+    """Convolve with stride 2 and zero padding; if it is odd, there is one more zero at the end."""
     size = len(kernel)
     outputs = [math.ceil(side / 2) for side in x.shape[1:3]]
     pairs = zip(outputs, x.shape[1:3], strict=True)

@@ -1,4 +1,4 @@
-"""Checkpoints give back exactly what went in, and survive damage and full disks."""
+"""Checkpoints are exact, and survive damage and full disks."""
 
 import gc
 import shutil
@@ -46,7 +46,7 @@ def assert_same_bits(one: Any, other: Any) -> None:
 
 
 def array_file(folder: Path, step: int) -> Path:
-    """The file that holds the array data."""
+    """Return the file with the data of arrays."""
     files = [path for path in (folder / f"checkpoints/{step}/state").rglob("*") if path.is_file()]
     return max(files, key=lambda path: path.stat().st_size)
 
@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_one_flipped_bit_is_found_or_does_no_harm(tmp_path: Path) -> None:
-    """Arrays of different sizes are stored differently; Orbax writes some files that none needs."""
+    """Flip bits in every file; arrays of different sizes are stored in different ways."""
     Checkpoints(tmp_path).save(1, make_state(1), {"next": 3}, {"seed": 7})
     checkpoints, random, found = Checkpoints(tmp_path, read_only=True), np.random.default_rng(0), 0
     for file in sorted(
@@ -194,7 +194,7 @@ for step in (2, 3):
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
-    """A limit on file size stands in for the disk: writes fail part of the way."""
+    """A limit on file size simulates a full disk: writes fail halfway."""
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)],
         capture_output=True,

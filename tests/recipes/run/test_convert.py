@@ -1,4 +1,4 @@
-"""A run goes on in other number formats, and back, and on other devices."""
+"""Resuming a run in other number formats, back again, and on other devices."""
 
 import itertools
 import shutil
@@ -79,7 +79,7 @@ STRATEGIES = {
 
 
 def test_scales_are_carried_within_a_strategy(make_config: MakeConfig) -> None:
-    """Those of another are not: they would be frozen, or of a history of another length."""
+    """Scales of another strategy are not copied: they might never move, or have another history."""
     made = {}
     for name, words in STRATEGIES.items():
         config = make_config(*OURS, *words)
@@ -145,11 +145,11 @@ def test_a_float32_run_goes_on_in_fp8_and_back(make_config: MakeConfig) -> None:
     whole = folder.with_name("whole")
     shutil.move(folder / "6", whole)
     with pytest.raises(
-        RecipeError, match=r"(?s)precision.policy: float32 -> fp8.*or --convert to go on in"
+        RecipeError, match=r"(?s)precision.policy: float32 -> fp8.*or --convert to resume in"
     ):
         go_on(*few)
     loss, said = go_on(*few, convert=True)
-    assert "the checkpoint of step 3 has other formats than the run; converting it" in said
+    assert "converting the checkpoint of step 3 to this config's formats" in said
     assert "resuming after step 3 of 6" in said
     assert loss != expected
     assert loss == pytest.approx(expected, rel=0.01)

@@ -1,4 +1,4 @@
-"""A run starts from the weights of an earlier one, on another text and in other formats."""
+"""Starting a run from the weights of an earlier run, with another text and other formats."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ def values(state: Any) -> dict[tuple[Any, ...], np.ndarray]:
 
 
 def kept(config: RunConfig) -> tuple[str, dict[tuple[Any, ...], np.ndarray]]:
-    """The folder of a run that is saved untrained, and its weights."""
+    """Save an untrained run; return its folder and weights."""
     run = open_run(config)
     state = untrained(config, run)
     return str(run), values(state.params)
@@ -118,7 +118,7 @@ def test_the_tokenizer_is_the_run_s(make_config: MakeConfig, text_file: Path) ->
 
 
 WRONG = {
-    "model.width=32": r"model\.width: expected 16, that of init .*; got 32; remove it",
+    "model.width=32": r"model\.width: expected 16, as in init .*; got 32; remove it",
     "model.residual={scheme: fixed}": r"model\.residual: expected \{.*got \{'scheme': 'fixed'\}",
     "data.tokenizer={kind: bpe}": r"data\.tokenizer: expected .*'byte'.* got .*'bpe'\}; remove it",
     "data.sequence_length=64": r"model\.context must be at least .*; got 16 and 64",

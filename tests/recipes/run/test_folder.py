@@ -1,4 +1,4 @@
-"""A run's folder belongs to one config, and nothing in it is ever deleted."""
+"""The folder of a run accepts one config only, and no file in it is deleted."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
     with pytest.raises(RecipeError, match=r"\n  seed: 0 -> 3\n  train.steps: 6 -> 9\n.*--fresh"):
         open_run(make_config("seed=3", "train.steps=9"))
     with pytest.raises(
-        RecipeError, match=r"precision.policy: float32 -> float16\n.*--convert to go on"
+        RecipeError, match=r"precision.policy: float32 -> float16\n.*--convert to resume"
     ):
         open_run(make_config("precision.policy=float16"))
     assert open_run(make_config("precision.policy=float16"), convert=True)

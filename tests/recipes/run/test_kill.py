@@ -1,4 +1,4 @@
-"""Stopped at any moment by any signal, and the same command again: the run never interrupted."""
+"""A run that is killed at any moment and restarted ends like an uninterrupted one."""
 
 import json
 import os
@@ -46,7 +46,7 @@ Start = Callable[[str], tuple[int, Callable[[], int]]]
 
 @pytest.fixture
 def start(config_file: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a run of a name: the number of its process, and what waits for its exit code."""
+    """Start a run in a process; return its id and a function that waits for its exit code."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (tmp_path / "log").open("w") as log:
         nursery = subprocess.Popen(
@@ -79,13 +79,13 @@ def start(config_file: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def rows(folder: Path) -> list[tuple[int, float | None, float | None]]:
-    """What was logged, without speeds."""
+    """Return the logged metrics, without speeds."""
     found = read_metrics(folder / "metrics.jsonl")
     return [(row["step"], row.get("loss"), row.get("validation_loss")) for row in found]
 
 
 def arrays(folder: Path) -> dict[str, list]:
-    """The last checkpoint's arrays: dtype, shape and checksum by name."""
+    """Return dtype, shape and checksum of the last checkpoint's arrays, by name."""
     steps = {int(path.name): path for path in (folder / "checkpoints").iterdir()}
     assert max(steps) == STEPS
     return json.loads((steps[STEPS] / "facts" / "metadata").read_text())["arrays"]

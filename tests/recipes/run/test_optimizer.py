@@ -1,4 +1,4 @@
-"""Schedules and update rules are those the config names."""
+"""Schedules and update rules follow the config."""
 
 import functools
 from typing import Any
@@ -54,7 +54,7 @@ def updates(config: GPTConfig, params: Any, grads: Any) -> Any:
 
 @functools.cache
 def params_of(scan: bool = False, **shape: Any) -> Any:
-    """The parameters of the model of `make`; they depend on no optimizer."""
+    """Return the parameters of the model that `make` builds."""
     config = make(umup=True)
     model = config.model.model_copy(update={"scan": scan} | shape)
     return init_state(config.model_copy(update={"model": model}))[2].params

@@ -1,4 +1,4 @@
-"""A run on a mesh gives the numbers of a run on one device, and resumes."""
+"""A run on a mesh computes the same as a run on one device, and resumes."""
 
 from collections.abc import Callable
 
@@ -65,7 +65,7 @@ def test_a_run_on_a_mesh_is_that_of_one_device_and_resumes(
     ids=["plain attention", "plain model", "chunked attention", "whole heads"],
 )
 def test_sequences_can_be_divided(make_config: MakeConfig, words: tuple[str, ...]) -> None:
-    """Loss and gradients are those of one device, up to the rounding of float32 sums."""
+    """Loss and gradients equal those of one device, up to the rounding of float32 sums."""
     batch = np.random.default_rng(0).integers(0, 90, (4, 17)).astype(np.int32)
 
     def differentiated(*mesh: str) -> list[np.ndarray]:
@@ -87,7 +87,7 @@ def test_sequences_can_be_divided(make_config: MakeConfig, words: tuple[str, ...
 
 
 def test_no_device_holds_a_whole_sequence(make_config: MakeConfig) -> None:
-    """Neither its activations, in the step, nor in evaluation."""
+    """No activations of a whole sequence, neither in the training step nor in evaluation."""
     config = make_config(*UNIT, "model.attention_implementation=plain", "mesh={context: 8}")
     mesh = open_mesh(config)
     graphdef, optimizer, state = init_state(config)
@@ -108,7 +108,7 @@ def test_no_device_holds_a_whole_sequence(make_config: MakeConfig) -> None:
     ids=["ours", "plain"],
 )
 def test_activations_lie_where_the_batch_does(make_config: MakeConfig, words) -> None:
-    """What comes into the layers and out of each; else XLA may move them to the weights."""
+    """Constrain the inputs and outputs of layers; otherwise XLA may move them to the weights."""
     config = make_config(*words, "mesh={fsdp: 4, context: 2}")
     graphdef, _, state = init_state(config)
     mesh, loss = open_mesh(config), make_loss(graphdef)

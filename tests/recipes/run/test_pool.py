@@ -1,4 +1,4 @@
-"""Work in processes of their own: its results, interruptions, and memory that is used again."""
+"""Worker processes: results, interruptions, and memory that is reused."""
 
 import logging
 import platform

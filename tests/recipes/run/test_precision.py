@@ -51,7 +51,7 @@ MISTAKES = [
     (("precision.rounding=stochastic",), "rounding stochastic needs weights or moments"),
     (("precision=scalify_float16", "precision.weights=float16"), "scalify stores weights"),
     (("precision.matmuls=fp8",), "matmuls fp8 needs scalify"),
-    (("precision=scalify_float16", "precision.matmuls=qwix"), "need scalify null"),
+    (("precision=scalify_float16", "precision.matmuls=qwix"), "needs scalify null"),
     (("precision.frozen=float8_e4m3fn",), r"precision\.frozen needs lora"),
     (("precision.exchange=float32",), r"precision\.exchange needs mesh"),
     (("precision.loss_scale=dynamic", "optimizer.skip_nonfinite=1"), "loss_scale dynamic needs"),
@@ -98,7 +98,7 @@ def test_a_monitor_changes_policies_of_unit_scales_alone(make_config: MakeConfig
 
 
 def watched(config: GPTConfig) -> tuple[list[dict], str, list[QuantState]]:
-    """The metrics, what was said, and the states of quantized matmuls at the end."""
+    """Return the metrics, the output, and the final states of quantized matmuls."""
     outcome, said = run(config)
     _, state = load_trained(config, print)
     own = nnx.to_flat_state(nnx.filter_state(state.rest, AmaxState))
@@ -112,7 +112,7 @@ def shares(row: dict) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_shares_are_metrics_and_move_scales_only_if_asked(make_config: MakeConfig) -> None:
-    """Steps of this size bring weights beyond 448."""
+    """The learning rate is large enough for weights to exceed 448."""
     words, monitor = (*FP8, "optimizer.learning_rate=1000.0"), "precision.monitor=1e-4"
     unwatched, said_unwatched, none = watched(make_config(*words, "name=plain"))
     seen, said_seen, still = watched(make_config(*words, "name=seen", monitor))
@@ -139,7 +139,7 @@ def test_shares_are_metrics_and_move_scales_only_if_asked(make_config: MakeConfi
 
 
 def steps(config: GPTConfig, state: TrainState, count: int) -> list[TrainState]:
-    """The states of a run, from the one before the first step."""
+    """Return all states of a run, the initial one included."""
     graphdef, optimizer, _ = init_state(config)
     step = make_train_step(graphdef, optimizer, config)
     states = [state]
@@ -155,7 +155,7 @@ def same(one: TrainState, other: TrainState) -> bool:
 
 
 def test_a_constant_loss_scale_changes_no_bit(make_config: MakeConfig) -> None:
-    """It is a power of two, and nothing underflows."""
+    """The loss scale is a power of two, and nothing underflows."""
     words = ("model.dropout=0.0",)
     config = make_config(*words)
     scaled = make_config(*words, "precision.loss_scale=1024.0")
@@ -164,7 +164,7 @@ def test_a_constant_loss_scale_changes_no_bit(make_config: MakeConfig) -> None:
 
 
 def test_a_dynamic_loss_scale_follows_the_gradients(make_config: MakeConfig) -> None:
-    """The loss is near 5: times 2^127 it overflows, and times 2^125 it does not."""
+    """The loss is near 5: it overflows times 2^127, and does not times 2^125."""
     config = make_config("precision.loss_scale=dynamic")
     state = init_state(config)[2]
     assert state.loss_scale is not None

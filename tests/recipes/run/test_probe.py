@@ -1,4 +1,4 @@
-"""The probe measures what JAX computes, layer by layer, leaves the model as it was, and plots."""
+"""The probe measures each layer without changing the model; plots."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from recipes.run.probe import Reading, plot_loss, plot_rms, probe
 
 
 class Toy(nnx.Module):
-    """Two linear layers; the loss is the mean of the outputs times the targets."""
+    """Two linear layers with the loss mean(output * target)."""
 
     def __init__(self):
         self.first = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
@@ -116,7 +116,7 @@ def test_names_a_weight_gradient_that_is_not_finite() -> None:
 
 
 def ink(path: Path) -> int:
-    """The number of pixels that are not white."""
+    """Count the pixels that are not white."""
     return int((matplotlib.image.imread(path)[..., :3].min(-1) < 0.9).sum())
 
 
@@ -135,6 +135,6 @@ def test_plots_an_rms_also_if_it_is_not_finite(tmp_path: Path) -> None:
     values = (1.5, 0.0, float("nan"), float("inf"))
     layers = {f"layers.{i}": jnp.float32(value) for i, value in enumerate(values)}
     reading = Reading(jnp.float32(2.0), layers, layers, layers)
-    path = plot_rms(tmp_path, {"at initialisation": reading, "after 3 steps": reading})
+    path = plot_rms(tmp_path, {"at initialization": reading, "after 3 steps": reading})
     assert path == tmp_path / "rms.png"
     assert ink(path) > 1000

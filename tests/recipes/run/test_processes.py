@@ -1,4 +1,4 @@
-"""Two processes train one run: as one would, with one voice, and again after one was lost."""
+"""Two processes train one run like a single process, print once, and resume after one is lost."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ class Ended(NamedTuple):
 
 
 class Pair:
-    """The same command in two processes, each with one device."""
+    """Run the same command in two processes with one device each."""
 
     def __init__(self, config: Path, words: list[str]) -> None:
         with socket.socket() as s:
@@ -120,9 +120,9 @@ def saved(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_lost_processes(start: Start, config_file: Path) -> None:
-    """One is killed, later one falls silent, later the first is killed: nothing else changes.
+    """Kill one process, later suspend one, later kill the first: resumed runs end the same.
 
-    Each process has and saves its half of the matrices.
+    Each process holds and saves half of every matrix.
     """
     runs = Path(load_config(config_file).train.runs_dir)
     cut = ("mesh={data: 1, fsdp: 2}", "model.width=64")
@@ -168,7 +168,7 @@ def test_one_process() -> None:
 def test_two_processes(
     make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The numbers of the other process are made up."""
+    """The numbers of the second process are made up."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     facts = [{"seed": 1, "data": "a"}, {"seed": 1, "data": "b"}]
     rows: list[np.ndarray] = []

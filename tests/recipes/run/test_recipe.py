@@ -1,4 +1,4 @@
-"""What recipes give to training: every recipe with a `task` module gives all of it."""
+"""Every recipe's module `task` implements the interface `Recipe`."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Metrics are read back, also after a crash; loggers and console get the same numbers."""
+"""Reading metrics, also after a crash; loggers and console get the same numbers."""
 
 import sys
 from collections.abc import Callable
@@ -23,7 +23,7 @@ MakeConfig = Callable[..., GPTConfig]
 
 
 class Refusal(Exception):
-    """Raised by a package that cannot start a run."""
+    """Raised by a fake package that cannot start a run."""
 
 
 @pytest.fixture(params=["wandb", "mlflow"])
@@ -33,7 +33,7 @@ def logger(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def package(logger: str, monkeypatch: pytest.MonkeyPatch) -> MagicMock:
-    """A package that notes what it is told."""
+    """A fake package that records calls."""
     package = MagicMock(Error=Refusal, MlflowException=Refusal)
     package.start_run.return_value.info.run_id = "made"
     monkeypatch.setitem(sys.modules, logger, package)
@@ -82,7 +82,7 @@ def test_packages_are_imported_only_when_asked_for(
 
 
 def test_a_run_and_its_sequel(logger: str, package: MagicMock, make_config: MakeConfig) -> None:
-    """Every number of the run is there, by one id; a new run of that name has another."""
+    """All metrics have the run's id; a new run of the same name gets a new id."""
     start = {"wandb": package.init, "mlflow": package.start_run}[logger]
     log = {"wandb": package.init().log, "mlflow": package.log_metrics}[logger]
     end = {"wandb": package.init().finish, "mlflow": package.end_run}[logger]

@@ -1,4 +1,4 @@
-"""One step: what it leaves out, and gradients that devices exchange in 8 bits."""
+"""The training step: skipped steps, and gradients that devices exchange in 8 bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def weights(state: TrainState) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def tolerant(tmp_path_factory: pytest.TempPathFactory):
-    """A step that leaves out two bad ones in a row, of a model that token 2 breaks."""
+    """Make a step that skips up to two bad steps in a row, for a model that token 2 breaks."""
     path = write_config(tmp_path_factory.mktemp("tolerant"))
     config = load_config(path, ["optimizer.skip_nonfinite=2"])
     graphdef, optimizer, state = init_state(config)
@@ -89,7 +89,7 @@ STORED = (
     ids=["float32", "stored in few bits, on a mesh"],
 )
 def test_the_state_is_replaced_in_place(make_config: MakeConfig, words: tuple[str, ...]) -> None:
-    """The compiled program writes all of the new state over the old."""
+    """The compiled program writes the new state into the memory of the old one."""
     config = make_config(*words)
     mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES]) if config.mesh else None
     graphdef, optimizer, state = init_state(config)
@@ -139,7 +139,7 @@ def test_gradients_in_8_bits_train_as_those_in_float32(make_config: MakeConfig) 
 
 @pytest.mark.slow
 def test_a_unit_scaled_step_by_sgd_is_that_of_the_compiler(make_config: MakeConfig) -> None:
-    """Its factors hold a batch size, which is that of all devices however it is divided."""
+    """Scaling factors use the global batch size, however the batch is sharded."""
     settings = (*WIDE, "model.library=unitscale", "optimizer={name: sgd, learning_rate: 0.01}")
     losses, ours = exchange(make_config(*settings, *ON_FOUR, "precision.exchange=float32"))
     left, theirs = exchange(make_config(*settings, *ON_FOUR))
@@ -168,7 +168,7 @@ def test_automatic_scaling_is_part_of_the_state(make_config: MakeConfig) -> None
     "words", [(), pytest.param(("model.library=unitscale", "model.scan=true"), marks=SLOW)], ids=str
 )
 def test_dropout_differs_between_devices(make_config: MakeConfig, words: tuple[str, ...]) -> None:
-    """With the same rows on all devices, another mask on each gives another mean."""
+    """All devices have the same rows, so different masks show in the mean."""
     settings = ("data.batch_size=8", "model.dropout=0.5", *ON_FOUR, "precision.exchange=float32")
     config = make_config(*settings, *words)
     mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES])
@@ -212,7 +212,7 @@ def amax(state: TrainState) -> list[QuantState]:
 def test_micro_batches_make_the_step_of_the_whole_batch(
     make_config: MakeConfig, precision: str
 ) -> None:
-    """Gradients, amax of all micro-batches, and the update by AdamW."""
+    """Compare gradients, amax over all micro-batches, and AdamW's update."""
     words = ("model.library=unitscale", "optimizer.umup=true", f"precision={precision}")
     settings = (*WIDE, *words, "optimizer.weight_decay=0.01")
     ids = np.random.default_rng(0).integers(0, 99, (8, 17)).astype(np.int32)

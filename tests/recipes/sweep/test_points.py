@@ -1,4 +1,4 @@
-"""The points of a grid, the rows of their runs, and what is made of them."""
+"""The points of a grid, the results of their runs, and summaries."""
 
 import json
 import math
@@ -9,8 +9,15 @@ import pytest
 from recipes.charlm.config import CharlmConfig
 from recipes.errors import RecipeError
 from recipes.run.folder import ROWS as rows_file
-from recipes.sweep import Row, append_row, by_format, make_points, read_curves, read_rows
-from recipes.sweep._points import report
+from recipes.sweep.points import (
+    Row,
+    append_row,
+    by_format,
+    make_points,
+    read_curves,
+    read_rows,
+    report,
+)
 
 FORMATS: dict[str, list[Any]] = {
     "model.library": ["plain", "unitscale"],
@@ -81,13 +88,13 @@ WRONG: list[tuple[Any, Any, str]] = [
     ({"model.kid": ["rnn"]}, {}, r"sweep\.grid: model\.kid is not a key .*mean model\.kind"),
     ({"optimizer.learning_rate": [1.0]}, {}, r"optimizer\.learning_rate cannot be set here"),
     ({"sweep.seeds": [[1]]}, {}, r"sweep\.grid: sweep\.seeds cannot be set here"),
-    ({"model.kind": []}, {}, r"sweep\.grid: no point is left"),
-    ({"model.kind": ["mlp"]}, {}, r"the point kind=mlp is no run: model\.kind .*expected 'co"),
+    ({"model.kind": []}, {}, r"sweep\.grid: expected points; got none"),
+    ({"model.kind": ["mlp"]}, {}, r"the point kind=mlp is not valid: model\.kind .*'co"),
     ({"model.heads": [3]}, {}, r"heads must divide width; got 3 and 64"),
     ({}, {"model.kid=rnn": {}}, r"sweep\.when: model\.kid is not a key"),
     ({}, {"model.kind=rnn": {"model.with": 8}}, r"sweep\.when: model\.with is not a key"),
     ({"model.width": [8]}, {"seed=0": {"model.width": 4}}, r"sweep\.when: model\.width cannot"),
-    ({"model.library": ["plain"], "precision.policy": ["fp8"]}, None, r"no point is left"),
+    ({"model.library": ["plain"], "precision.policy": ["fp8"]}, None, r"expected points; got none"),
 ]
 
 

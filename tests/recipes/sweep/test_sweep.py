@@ -1,4 +1,4 @@
-"""Sweeps: nothing that was finished is lost or done again, whatever happens to a run."""
+"""Sweeps: finished runs are not lost or repeated, whatever happens to a run."""
 
 import math
 
@@ -15,8 +15,9 @@ from recipes.recipe import recipe_of
 from recipes.run.pool import each
 from recipes.run.state import init_state
 from recipes.run.step import advance, make_evaluation, make_train_step, mean_loss
-from recipes.sweep import _sweep as module, append_row, read_rows, sweep
-from recipes.sweep._sweep import Trials, missing
+from recipes.sweep import search as module
+from recipes.sweep.points import append_row, read_rows
+from recipes.sweep.search import Trials, missing, sweep
 from recipes.train import train
 
 from ..characters import make, write
@@ -28,7 +29,7 @@ QUIET = Console(quiet=True)
 
 
 class Machine:
-    """Stands in for training: counts what it is asked for, and fails where it is told to."""
+    """Replaces training: counts calls, and fails on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.broken: set[str] = set()
@@ -118,7 +119,7 @@ def test_a_process_that_dies_costs_its_own_point(tmp_path) -> None:
     tasks = [(number, str(tmp_path)) for number in range(5)]
     ended = dict(each(tasks, 2, dies_at_two))
     assert set(ended) == set(tasks)
-    assert "its process was killed" in str(ended[2, str(tmp_path)])
+    assert "worker process was killed" in str(ended[2, str(tmp_path)])
     done = {int(path.name) for path in tmp_path.iterdir()}
     assert done >= {number for (number, _), error in ended.items() if error is None}
 
@@ -145,7 +146,7 @@ def test_the_command_trains_in_processes_of_its_own(tmp_path, capsys) -> None:
 @settings(max_examples=30)
 @given(best=st.integers(-9, 9), rates=st.integers(3, 6), known=st.sets(st.integers(-9, 9)))
 def test_the_best_rate_is_found_and_bracketed_wherever_it_is(best, rates, known) -> None:
-    """No rate is trained twice or far beyond the best, from any known losses."""
+    """Starting from any known losses, no rate is trained twice or far from the best."""
 
     def loss(place: int) -> float:
         # Above the best the loss soon diverges, as it does with learning rates.
@@ -174,7 +175,7 @@ def test_a_round_that_was_cut_short_is_finished_first() -> None:
 
 
 def alone(config: RunConfig, rate: float, seed: int) -> float:
-    """The validation loss of a run of its own."""
+    """Return the validation loss of a single training run."""
     optimizer = config.optimizer.model_copy(update={"learning_rate": rate})
     config = config.model_copy(update={"seed": seed, "optimizer": optimizer})
     graphdef, rule, state = init_state(config)
@@ -214,7 +215,7 @@ def test_runs_of_all_rates_and_seeds(kind, tmp_path) -> None:
     ids=["plain", "u-muP", "few bits"],
 )
 def test_a_rate_is_the_optimizer_s_own(optimizer, precision, tmp_path) -> None:
-    """It moves neither the decay of u-muP nor the norm at which gradients are clipped."""
+    """The rate affects neither u-muP's weight decay nor the clipping norm."""
     library = "unitscale" if optimizer.get("umup", True) else "plain"
     optimizer = {"name": "adamw"} | optimizer
     config = make(tmp_path, model={"library": library}, optimizer=optimizer, precision=precision)

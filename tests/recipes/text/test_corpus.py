@@ -1,4 +1,4 @@
-"""Tokens are made once; each window comes once per epoch, as seed and position alone decide."""
+"""Texts are tokenized once; each window comes once per epoch, in an order set by the seed."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def changed(config: DataConfig, **settings: Any) -> DataConfig:
 
 
 class Counting(ByteTokenizer):
-    """Counts how often texts were encoded."""
+    """Count how often texts are encoded."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -149,7 +149,7 @@ def test_the_seed_decides_the_order() -> None:
 
 
 def mixture_config(folder: Path, **settings: Any) -> DataConfig:
-    """Texts of one letter each."""
+    """Make texts that consist of one letter each."""
     for name, size in TEXTS.items():
         (folder / f"{name}.txt").write_text(name * size, encoding="utf-8")
     paths = (str(folder / f"{name}.txt") for name in TEXTS)
@@ -216,7 +216,7 @@ def test_a_tokenizer_reads_all_texts_of_a_mixture(tmp_path: Path) -> None:
 
 
 def test_a_digest_tells_texts_splits_and_weights_apart() -> None:
-    """And is that of earlier versions, whose runs resume."""
+    """The digest is also the same as in earlier versions, so that their runs resume."""
     tokens = np.arange(50, dtype=np.uint8)
     one, two = Text(tokens[:40], tokens[40:]), Text(tokens[:41], tokens[41:], 2.0)
     three = Text(tokens[:40], tokens[39:49])
@@ -227,7 +227,7 @@ def test_a_digest_tells_texts_splits_and_weights_apart() -> None:
 
 
 class Words:
-    """A tokenizer whose token i is a word of i + 1 letters, two bytes each."""
+    """A tokenizer in which token i is a word of i + 1 letters of two bytes."""
 
     def decode(self, ids: Any) -> str:
         return "".join("é" * (i + 1) for i in np.asarray(ids))

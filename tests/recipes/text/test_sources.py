@@ -1,4 +1,4 @@
-"""Documents come from files, folders, globs, JSONL, Parquet and datasets, or the fault is named."""
+"""Documents from files, folders, globs, JSONL, Parquet and datasets, and errors."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def read(path: Path, **settings: Any) -> list[str]:
 
 
 def write(folder: Path) -> dict[str, Path]:
-    """The texts as rows, by format."""
+    """Write the texts as rows of each format."""
     datasets.disable_progress_bars()
     # A fingerprint of our own: datasets would pickle pyarrow for it, which dill can not always.
     table = pa.table({"text": TEXTS, "n": [1, 2, 3, 4]})

@@ -1,4 +1,4 @@
-"""Tokenizers: trained on the text, read from a file, and kept with the run."""
+"""Tokenizers: trained on the text, read from a file, and stored with the run."""
 
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,7 @@ def test_wordpiece_is_berts(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
 def test_the_same_text_gives_the_same_ids(kind: str, tmp_path: Path) -> None:
-    """Of random words, where most pieces occur as often as others, and some characters never end
-    or begin a word."""
+    """Train on random words, in which most pieces are equally frequent."""
     letters = np.random.default_rng(0).choice(list("abcdefghijkl 永,é"), 8000)
     (tmp_path / "text.txt").write_text("".join(letters), encoding="utf-8")
     settings = {"kind": kind, "vocab": 600, "lowercase": True}
@@ -140,7 +139,7 @@ def test_tokenizers_that_do_not_fit(bpe: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_document_of_gemma() -> None:
-    """It has </s> too, as a tag of HTML."""
+    """Gemma also has </s>, but as an HTML tag."""
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "<eos>": 1, "a": 2}))
     assert SubwordTokenizer(inner).eos == 1
 

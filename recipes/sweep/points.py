@@ -1,4 +1,4 @@
-"""The points of a sweep's grid, the rows of their runs, and a table of the results."""
+"""The points of a sweep's grid, the results of their runs, and a summary table."""
 
 import itertools
 import json
@@ -13,15 +13,15 @@ from pydantic import ValidationError
 
 from ..config import RunConfig, describe_problems, entry_of, unknown_key, valid_keys
 from ..errors import RecipeError
-from ..run.folder import ROWS, flatten
+from ..run.folder import ROWS, flatten, read_metrics
 
 RATE = "optimizer.learning_rate"
 LIBRARY, POLICY = "model.library", "precision.policy"
-_OWN = ("recipe", "name", "seed", "sweep", "train.runs_dir")  # no point may set these keys
+_OWN = ("recipe", "name", "seed", "sweep", "train.runs_dir")  # keys that no point may set
 
 
 class Point(NamedTuple):
-    """One combination of the grid's values, what `sweep.when` adds to it, and its run."""
+    """One combination of the grid's values, the keys that `sweep.when` adds, and its config."""
 
     values: dict[str, Any]
     further: dict[str, Any]
@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that distinguishes the point, except where its search starts."""
+        """The keys that identify the point, without the search's first learning rate."""
         both = self.values | self.further
         return {key: value for key, value in both.items() if key != RATE}
 
@@ -42,18 +42,15 @@ def key_of(settings: dict[str, Any]) -> str:
 
 
 def in_words(values: dict[str, Any]) -> str:
-    """Values in a few words, such as `kind=rnn optimizer=sgd`."""
+    """Format values by short names, such as `kind=rnn optimizer=sgd`."""
     names = {key: key.removesuffix(".name").rpartition(".")[2] for key in values}
     return " ".join(f"{names[key]}={value}" for key, value in values.items()) or "base"
 
 
 def make_points(config: RunConfig) -> list[Point]:
-    """Every point of a config's grid, without those that `sweep.when` leaves out."""
+    """Return all points of a config's grid, except those that `sweep.when` leaves out."""
     if config.mesh or config.precision.monitor is not None:
-        raise RecipeError(
-            "sweep: runs share one device and are not monitored; got mesh or precision.monitor; "
-            "set both null"
-        )
+        raise RecipeError("sweep: mesh and precision.monitor are not supported; set both null")
     grid, when = config.sweep.grid, config.sweep.when
     _check_keys("sweep.grid", grid, config, (*_OWN, RATE))
     for words, settings in when.items():
@@ -62,7 +59,7 @@ def make_points(config: RunConfig) -> list[Point]:
     combinations = (dict(zip(grid, v, strict=True)) for v in itertools.product(*grid.values()))
     points = [point for values in combinations if (point := _make_point(config, values))]
     if not points:
-        raise RecipeError("sweep.grid: no point is left; add values, or change sweep.when")
+        raise RecipeError("sweep.grid: expected points; got none; add values or change sweep.when")
     return points
 
 
@@ -72,16 +69,14 @@ def _check_keys(where: str, keys: Any, config: RunConfig, taken: tuple[str, ...]
         if entry_of(key, schema)[0] not in dict(valid_keys(schema)):
             raise RecipeError(f"{where}: {unknown_key(key, schema)}")
         if any(key == own or key.startswith(f"{own}.") for own in taken):
-            raise RecipeError(
-                f"{where}: {key} cannot be set here: the grid has it, or the sweep sets it itself "
-                f"(seeds by sweep.seeds, rates around {RATE}); remove it"
-            )
+            todo = "remove it, as the sweep or its grid sets it (seeds: set sweep.seeds)"
+            raise RecipeError(f"{where}: {key} cannot be set here; {todo}")
 
 
 def _conditions(words: str) -> dict[str, Any]:
-    """The values that the words of `sweep.when` ask for, by key."""
+    """Parse a condition of `sweep.when`, such as "a.b=1 c=x"."""
     pairs = [word.partition("=") for word in words.split()]
-    # Parsed like the grid: plain YAML reads 1e-4 as a string.
+    # By OmegaConf, like the grid: plain YAML reads 1e-4 as a string.
     return {key: OmegaConf.from_dotlist([f"value={value}"])["value"] for key, _, value in pairs}
 
 
@@ -93,7 +88,7 @@ def _make_point(config: RunConfig, values: dict[str, Any]) -> Point | None:
             if settings is None:
                 return None
             further |= settings
-    # Only what was set: defaults may follow from what the point changes.
+    # Start from the keys that were set, because defaults may depend on keys that the point changes.
     tree = OmegaConf.create(config.model_dump(exclude_unset=True))
     for key, value in (values | further).items():
         OmegaConf.update(tree, key, value, merge=False)
@@ -101,18 +96,13 @@ def _make_point(config: RunConfig, values: dict[str, Any]) -> Point | None:
         run = type(config).model_validate(OmegaConf.to_container(tree))
     except ValidationError as error:
         problem = next(describe_problems(error.errors(), type(config)))
-        raise RecipeError(
-            f"sweep.grid: the point {in_words(values)} is no run: {problem}; change the grid, or "
-            "add to sweep.when"
-        ) from error
+        what = f"sweep.grid: the point {in_words(values)} is not valid: {problem}"
+        raise RecipeError(f"{what}; change sweep.grid or sweep.when") from error
     return Point(values, further, run.settled)
 
 
 class Row(NamedTuple):
-    """One run: the settings of its point, its learning rate and seed, and how it ended.
-
-    `loss` is infinite for a run that diverged, and None for one that failed with `error`.
-    """
+    """The result of one run. `loss` is infinite if it diverged, None if it failed with `error`."""
 
     point: dict[str, Any]
     learning_rate: float
@@ -122,7 +112,7 @@ class Row(NamedTuple):
 
 
 def append_row(folder: Path, row: Row) -> None:
-    """Append a line of JSON in one write, so that several processes can."""
+    """Append a line of JSON in a single write, so that several processes may write."""
     loss = "inf" if row.loss == math.inf else row.loss  # JSON has no infinity
     with (folder / ROWS).open("ab", buffering=0) as file:
         file.write(f"{json.dumps(row._asdict() | {'loss': loss})}\n".encode())
@@ -130,31 +120,23 @@ def append_row(folder: Path, row: Row) -> None:
 
 def read_rows(folder: Path) -> list[Row]:
     """Read all rows of a folder, without a line that a crash cut short."""
-    path, rows = folder / ROWS, []
-    if not path.exists():
-        return rows
-    raw = path.read_bytes()
-    if raw and not raw.endswith(b"\n"):
+    path = folder / ROWS
+    if path.exists() and not (b"\n" + path.read_bytes()).endswith(b"\n"):
         with path.open("ab") as file:
             file.write(b"\n")
-    for line in raw.splitlines():
-        try:
-            row = Row(**json.loads(line))
-        except ValueError:
-            continue
-        rows.append(row._replace(loss=None if row.loss is None else float(row.loss)))
-    return rows
+    rows = [Row(**row) for row in read_metrics(path)]
+    return [row._replace(loss=None if row.loss is None else float(row.loss)) for row in rows]
 
 
 class Curve(NamedTuple):
-    """The losses of a point by learning rate, means over seeds; infinite where one diverged."""
+    """The mean loss of a point over seeds, by learning rate; infinite if a seed diverged."""
 
     point: Point
     losses: dict[float, float]
 
     @property
     def best(self) -> float:
-        """The learning rate of least loss."""
+        """The learning rate with the least loss."""
         return min(self.losses, key=self.losses.__getitem__)
 
     @property
@@ -163,7 +145,7 @@ class Curve(NamedTuple):
 
 
 def read_curves(points: Sequence[Point], folder: Path) -> list[Curve]:
-    """Summarize points by rates that all seeds have; points without such a rate are left out."""
+    """Average over seeds at the rates that all seeds have run; skip points without such a rate."""
     runs: dict[str, dict[float, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in read_rows(folder):
         if row.loss is not None:
@@ -182,7 +164,7 @@ def read_curves(points: Sequence[Point], folder: Path) -> list[Curve]:
 
 
 def by_format(curves: Sequence[Curve]) -> dict[str, dict[tuple[str, str], Curve]]:
-    """The curves of each model, by library and policy."""
+    """Group curves by model, and in each model by library and policy."""
     found: dict[str, dict[tuple[str, str], Curve]] = defaultdict(dict)
     for curve in curves:
         known = flatten(curve.point.config.model_dump())

@@ -1,7 +1,7 @@
-"""The study: a learning-rate search at every point of a grid, in several processes.
+"""Run a sweep: a learning-rate search at every point of a grid, in several processes.
 
-Rows are appended as soon as a round is over. A run that diverges has an infinite loss, one that
-fails leaves its message, and neither stops another. The same command continues an earlier one.
+Results are written after every round. Runs that diverge or fail do not stop the others. The same
+command continues a sweep that was stopped.
 """
 
 import functools
@@ -24,16 +24,16 @@ from ..run.folder import locked, open_run, other_data
 from ..run.pool import each, message_of
 from ..run.state import TrainState, init_state, make_optimizer
 from ..run.step import advance, make_evaluation, make_train_step
-from ._points import Point, Row, append_row, key_of, make_points, read_rows, report
+from .points import Point, Row, append_row, key_of, make_points, read_rows, report
 
 
 def sweep(
     config: RunConfig, *, jobs: int = 1, fresh: bool = False, console: Console | None = None
 ) -> Path:
-    """Train all points of a config's grid that are not finished, and write the results.
+    """Train all unfinished points of a config's grid in `jobs` processes.
 
-    Returns the folder of the results, `<train.runs_dir>/<name>-sweep/`. `jobs` processes work at
-    once; `fresh` moves an earlier sweep of this name aside.
+    Results are in the folder that it returns, `<train.runs_dir>/<name>-sweep/`. `fresh` moves an
+    earlier sweep of this name aside.
     """
     say = functools.partial((console or Console()).print, markup=False, soft_wrap=True)
     points = make_points(config)
@@ -46,7 +46,7 @@ def sweep(
         write_json(data, {"data": digest})
         known: dict[str, dict[tuple[float, int], float]] = defaultdict(dict)
         for row in read_rows(folder):
-            if row.loss is not None:  # what failed is tried again
+            if row.loss is not None:  # try failed runs again
                 known[key_of(row.point)][row.learning_rate, row.seed] = row.loss
         say(f"{config.name}: {len(points)} points, {jobs} at a time, in {folder}")
         failures = 0
@@ -69,9 +69,9 @@ def sweep(
 
 
 def _search(point: Point, folder: Path, known: dict[tuple[float, int], float]) -> str | None:
-    """Search the learning rate of one point; returns the message of a failure."""
+    """Search the learning rate of one point; return the message of a failure."""
     settings, start = point.config.sweep, point.config.optimizer.learning_rate
-    trials = functools.cache(lambda: Trials(point.config))  # compiles only what is needed
+    trials = functools.cache(lambda: Trials(point.config))  # made at the first missing run
     losses: dict[int, float] = {}
     try:
         while places := missing(losses, settings.rates, settings.rounds):
@@ -84,16 +84,16 @@ def _search(point: Point, folder: Path, known: dict[tuple[float, int], float]) -
             for place, rate in rates.items():
                 found = [known[rate, seed] for seed in settings.seeds]
                 losses[place] = sum(found) / len(found)
-    except Exception as error:  # the other points go on
+    except Exception as error:  # other points continue
         return message_of(error)
     return None
 
 
 def missing(losses: Mapping[int, float], rates: int, rounds: int) -> list[int]:
-    """Choose the next learning rates, as places in a geometric series; none at the end.
+    """Choose the learning rates to run next; return [] when the search is over.
 
-    Place i is the start times the factor to the power i. Rounds extend the series at the end where
-    the loss is least, or at the lower end where every run diverged.
+    Number i stands for start * factor**i. While the best rate is at an end of the series, a round
+    extends it there; if all runs diverged, at the lower end.
 
     Example:
       >>> missing({}, 3, 2), missing({-1: 3.0, 0: 2.0, 1: 1.0}, 3, 2)
@@ -117,7 +117,7 @@ def missing(losses: Mapping[int, float], rates: int, rounds: int) -> list[int]:
 
 
 class Trials:
-    """Whole runs of one config, compiled once for all learning rates and seeds."""
+    """Trains runs of one config, compiled once for all learning rates and seeds."""
 
     def __init__(self, config: RunConfig):
         self.config, self.data = config, recipe_of(config).load_data(config)
@@ -126,28 +126,26 @@ class Trials:
 
         @jax.jit
         def step(state: TrainState, rate: Any, batch: Any, index: Any):
-            # The rate of this trial, a traced number, in place of the config's.
-            own = config.model_copy(
-                update={"optimizer": settings.model_copy(update={"learning_rate": rate})}
-            )
-            optimizer = make_optimizer(own, params)
+            # A traced learning rate replaces the config's.
+            own = settings.model_copy(update={"learning_rate": rate})
+            optimizer = make_optimizer(config.model_copy(update={"optimizer": own}), params)
             train_step = make_train_step(graphdef, optimizer, config)
             return train_step(state, batch, index)[0]
 
         self._step = jax.jit(jax.vmap(step, (0, 0, None, None)), donate_argnums=0)
         evaluate = make_evaluation(graphdef, config.precision)
         self._evaluate = jax.jit(jax.vmap(evaluate, (0, 0, None)))
-        # vmap turns convolutions into grouped ones, which are slow on XLA's CPU backend.
+        # vmap makes convolutions grouped, which is slow on XLA's CPU backend: then run one by one.
         arguments = state, np.float32(1), recipe_of(config).abstract_batch(config), np.int32(0)
         slow = "conv_general_dilated" in str(step.trace(*arguments).jaxpr)
         self._together = 1 if slow and jax.default_backend() == "cpu" else config.sweep.rates
 
     def __call__(self, rates: Sequence[float], seed: int) -> list[float]:
-        """The validation loss at each rate; infinite where a step's loss was not finite."""
+        """Return the validation loss at each rate; infinite if a step's loss was not finite."""
         size, steps = self._together, self.config.train.steps
         if len(rates) > size:
             return [*self(rates[:size], seed), *self(rates[size:], seed)]
-        padded = [*rates, *[rates[-1]] * (size - len(rates))]  # for the same program
+        padded = [*rates, *[rates[-1]] * (size - len(rates))]  # keep the compiled shape
         first = init_state(self.config.model_copy(update={"seed": seed}))[2]
         state = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), first)
 
@@ -158,6 +156,6 @@ class Trials:
         batches = self.data.validation(self.config.train.eval_batches)
         found = [self._evaluate(state.params, state.rest, batch) for batch in batches]
         means = np.mean(jax.device_get(found), axis=0, dtype=np.float64)
-        # A step whose loss was not finite ends a run, unless the config skips such steps.
+        # A loss that was not finite stops the step count, unless the config skips such steps.
         whole = np.isfinite(means) & (np.asarray(state.step) == steps)
         return np.where(whole, means, np.inf).tolist()[: len(rates)]
