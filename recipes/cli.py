@@ -75,10 +75,7 @@ def train(
 
 @app.command()
 def finetune(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    fresh: Fresh = False,
-    convert: Convert = False,
+    config: ConfigPath, overrides: Overrides = None, fresh: Fresh = False, convert: Convert = False
 ) -> None:
     """Fine-tune a pretrained model on a task, and score it: `train`, where init is asked for."""
     settings = load_config(config, overrides or ())

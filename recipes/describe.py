@@ -141,7 +141,6 @@ def _of_further_turns(jaxpr: Jaxpr) -> float:
 
 
 def inner_programs(eqn: Any) -> list[Any]:
-
     def is_jaxpr(x: Any) -> bool:
         return isinstance(x, (ClosedJaxpr, Jaxpr))
 

@@ -292,10 +292,7 @@ def rounding_of(program: Program) -> Rounding:
     # Scales, and an optimizer's arithmetic, are in float32. Beyond 2^108 scalify reads infinity.
     # Float16 data ends at 2^-24, and scales follow it only under scalify.
     half = (2.0**-11, 12) if program.kind in DIRECT else (2.0**-20, 90)
-    known = {
-        "float16": Rounding(2.0**-11, *half),
-        "float32": Rounding(2.0**-24, 2.0**-40, 107),
-    }
+    known = {"float16": Rounding(2.0**-11, *half), "float32": Rounding(2.0**-24, 2.0**-40, 107)}
     names |= {"float32"} if program.kind == "optim" or not names else set()
     found = [known.get(name, Rounding(2.0**-8, 0.0, 107)) for name in names]
     return Rounding(max(r[0] for r in found), max(r[1] for r in found), min(r[2] for r in found))

@@ -34,9 +34,10 @@ class GPT(nnx.Module):
     def __init__(self, config: GPTModelConfig, *, policy: str | nn.Policy, rngs: nnx.Rngs):
         assert config.context is not None, "a recipe fills in the longest sequence"
         width, options = config.width, {"policy": policy, "rngs": rngs}
-        padding, learned = config.vocab_multiple, config.positions == "learned"
+        padded = {"pad_to_multiple_of": config.vocab_multiple, **options}
+        learned = config.positions == "learned"
         self.config = config
-        self.embed = nn.Embed(config.vocab, width, pad_to_multiple_of=padding, **options)
+        self.embed = nn.Embed(config.vocab, width, **padded)
         self.positions = nn.PositionalEmbed(config.context, width, **options) if learned else None
         self.dropout = nn.Dropout(config.dropout, rngs=rngs)
         self.stack = nn.TransformerStack(
@@ -53,10 +54,7 @@ class GPT(nnx.Module):
             **options,
         )
         self.norm = (nn.RMSNorm if config.norm == "rms" else nn.LayerNorm)(width, policy=policy)
-        readout = None
-        if not config.tied_readout:
-            readout = nn.Readout(width, config.vocab, pad_to_multiple_of=padding, **options)
-        self.readout = readout
+        self.readout = None if config.tied_readout else nn.Readout(width, config.vocab, **padded)
 
     def __call__(self, ids: jax.Array, *, deterministic: bool = True, cache: Cache | None = None):
         """Logits (batch, time, vocab) of the next token, a ScaledArray; with `cache` a new one."""
@@ -93,9 +91,8 @@ class GPT(nnx.Module):
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
-        x, readout = (
-            self.embed.tied(ids) if self.readout is None else (self.embed(ids), self.readout)
-        )
+        tied = self.readout is None
+        x, readout = self.embed.tied(ids) if tied else (self.embed(ids), self.readout)
         x, _ = self._states(x, ids, deterministic=deterministic)
         return readout.cross_entropy(x, targets)
 

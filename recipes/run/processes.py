@@ -18,13 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 import unitscale
-from unitscale.parallel import (
-    batch_axes,
-    initialize,
-    make_mesh,
-    param_shardings,
-    shard_batch,
-)
+from unitscale.parallel import batch_axes, initialize, make_mesh, param_shardings, shard_batch
 
 from ..config import RunConfig
 from ..errors import RecipeError, complain, told_by
@@ -55,10 +49,7 @@ def joined(
             raise
         told = told_by(error)
         # A normal exit would wait for the others, which may be waiting for this one.
-        if told is None:
-            traceback.print_exc()
-        else:
-            complain(str(told))
+        traceback.print_exc() if told is None else complain(str(told))
         sys.stdout.flush()
         sys.stderr.flush()
         if is_first():

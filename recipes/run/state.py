@@ -287,9 +287,7 @@ def build_model(config: RunConfig) -> nnx.Module:
     return model
 
 
-def init_state(
-    config: RunConfig,
-) -> tuple[nnx.GraphDef, optax.GradientTransformation, TrainState]:
+def init_state(config: RunConfig) -> tuple[nnx.GraphDef, optax.GradientTransformation, TrainState]:
     """The model's structure, its optimizer, and the state before the first step."""
     graphdef, params, rest = nnx.split(build_model(config), nnx.Param, ...)
     optimizer = make_optimizer(config, params)

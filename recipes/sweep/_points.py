@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ..config import RunConfig, describe_problems, entry_of, unknown_key, valid_keys
 from ..errors import RecipeError
-from ..run.folder import ROWS, flatten
+from ..run.folder import ROWS, flatten, read_metrics
 
 RATE = "optimizer.learning_rate"
 LIBRARY, POLICY = "model.library", "precision.policy"
@@ -130,20 +130,12 @@ def append_row(folder: Path, row: Row) -> None:
 
 def read_rows(folder: Path) -> list[Row]:
     """Read all rows of a folder, without a line that a crash cut short."""
-    path, rows = folder / ROWS, []
-    if not path.exists():
-        return rows
-    raw = path.read_bytes()
-    if raw and not raw.endswith(b"\n"):
+    path = folder / ROWS
+    if path.exists() and not (b"\n" + path.read_bytes()).endswith(b"\n"):
         with path.open("ab") as file:
             file.write(b"\n")
-    for line in raw.splitlines():
-        try:
-            row = Row(**json.loads(line))
-        except ValueError:
-            continue
-        rows.append(row._replace(loss=None if row.loss is None else float(row.loss)))
-    return rows
+    rows = [Row(**row) for row in read_metrics(path)]
+    return [row._replace(loss=None if row.loss is None else float(row.loss)) for row in rows]
 
 
 class Curve(NamedTuple):

@@ -127,10 +127,8 @@ class Trials:
         @jax.jit
         def step(state: TrainState, rate: Any, batch: Any, index: Any):
             # The rate of this trial, a traced number, in place of the config's.
-            own = config.model_copy(
-                update={"optimizer": settings.model_copy(update={"learning_rate": rate})}
-            )
-            optimizer = make_optimizer(own, params)
+            own = settings.model_copy(update={"learning_rate": rate})
+            optimizer = make_optimizer(config.model_copy(update={"optimizer": own}), params)
             train_step = make_train_step(graphdef, optimizer, config)
             return train_step(state, batch, index)[0]
 
