@@ -25,6 +25,8 @@ ROWS = "rows.jsonl"
 """The results in a sweep's folder."""
 SCORES = "scores.json"
 """The scores in a run's folder."""
+OUTCOME = "outcome.json"
+"""What a finished run said, and what that depends on."""
 
 # Keys that may change when a run is resumed: they say nothing about what its state is.
 _FREE = (
