@@ -99,6 +99,8 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
             if changed and not (convert and formats):
                 todo = "change name, use the config of that run, or pass --fresh to move it aside"
                 todo += ", or --convert to go on in these formats" if formats else ""
+                if "train.steps" in changed and "init" in type(config).model_fields:
+                    todo += f"; to train longer, set another name, and init={folder}"
                 raise _other_config(folder, changed, todo)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, dump_config(config))
