@@ -1,7 +1,6 @@
 """Read YAML and `key=value` overrides into the config of a recipe, or say what is wrong."""
 
 import contextlib
-import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from .errors import RecipeError, read_text
 from .finetune.config import FinetuneConfig
 from .gpt.config import GPTConfig
 from .images.config import ImagesConfig
-from .run.folder import CONFIG, is_run
+from .run.folder import CONFIG, is_run, similar
 
 RECIPES: dict[str, type[RunConfig]] = {
     "gpt": GPTConfig,
@@ -52,7 +51,9 @@ def load_config(
     trained run, which says what `init` stood for.
     """
     file = _read(_file(Path(path)))
-    schema = _schema_of(file.get("recipe", "gpt"), path)
+    name = file.get("recipe", "gpt")
+    if not isinstance(name, str) or (schema := RECIPES.get(name)) is None:
+        raise RecipeError(f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}")
     if kept or Path(path).name == CONFIG:  # that of a run, perhaps of an earlier version
         file = OmegaConf.create(schema.upgraded(OmegaConf.to_container(file)))
     if "precision" in file:  # the name of a preset, some of whose keys overrides may change
@@ -75,12 +76,6 @@ def load_kind(kind: type[Kind], path: str | Path, overrides: Sequence[str] = ())
     return config
 
 
-def _schema_of(name: Any, path: str | Path) -> type[RunConfig]:
-    if isinstance(name, str) and name in RECIPES:
-        return RECIPES[name]
-    raise RecipeError(f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}")
-
-
 def _file(path: Path) -> Path:
     own = CONFIGS.joinpath(*path.parts[path.parts[:1] == ("configs",) :])
     return own if not path.exists() and own.exists() else path
@@ -88,8 +83,9 @@ def _file(path: Path) -> Path:
 
 def _read(path: Path) -> DictConfig:
     if not path.exists():
+        near = similar(path, _file(path.parent))
         raise RecipeError(
-            f"config file {path} does not exist; give the path of a YAML file{_similar_file(path)}"
+            f"config file {path} does not exist; give a YAML file, or a folder with a model{near}"
         )
     if path.is_dir():
         todo = f"give {path / CONFIG}" if is_run(path) else "give the path of one"
@@ -139,10 +135,3 @@ def _parsing(where: str) -> Iterator[None]:
         raise RecipeError(
             f"{where}{line}: not valid YAML: {problem}; correct it, or put quotes around the value"
         ) from error
-
-
-def _similar_file(path: Path) -> str:
-    folders = (path.parent, _file(path.parent))
-    names = [file.name for folder in folders for file in folder.glob("*.yaml")]
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""

@@ -41,6 +41,8 @@ WRONG = [
     (["precision.loss_scale=-1"], r"loss_scale .*expected greater than 0 or 'dynamic'; got -1"),
     (["precision.moments=[float16]"], r"moments \(.*\): .*at least 2 .*; got \['float16'\]"),
     (["data.pattern=**/*.txt"], r"data\.pattern=.*not valid YAML.*put quotes around"),
+    (["init=runs/x"], r"got runs/x; train one, such as `python -m recipes train gpt/quickstart"),
+    (["init=org/Some-1B"], r"to download a model, `hf download org/Some-1B --local-dir Some-1B`"),
     (["precision.layers={'*.a': fp8"], r"layers=.*not valid YAML.*; correct it"),
     (["optimizer.b2=1.5"], r"b2 .*expected less than 1; got 1\.5"),
     (["precision=fp9"], r"precision\.policy .*'fp8'.*; got 'fp9'"),
@@ -149,6 +151,10 @@ def test_a_wrong_key_need_not_wait_for_jax() -> None:
 def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:
     with pytest.raises(RecipeError, match=r"does not exist.*did you mean .*tiny\.yaml\?"):
         load_config(config_file.with_name("tinny.yaml"))
+    for name in ("first", "second"):
+        (config_file.parent / "runs" / name).mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"or a folder with a model; did you mean .*runs/first\?"):
+        load_config(config_file.parent / "runs" / "frist")
 
 
 def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
