@@ -111,7 +111,8 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     mapping, entry = entry_of(key, schema)
     if (field := dict(valid_keys(schema)).get(mapping)) is None:
         raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
-    with _parsing(f"override {word!r}"):
+    todo = "put the whole override in quotes, as in 'mesh={data: 4, fsdp: 2}'"
+    with _parsing(f"override {word!r}", todo):
         found = OmegaConf.from_dotlist([f"value={value}"])
         tree: Any = OmegaConf.to_container(found, resolve=True, throw_on_missing=True)
     new = tree["value"]
@@ -125,13 +126,11 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
 
 
 @contextlib.contextmanager
-def _parsing(where: str) -> Iterator[None]:
+def _parsing(where: str, todo: str = "correct it, or quote the value") -> Iterator[None]:
     try:
         yield
     except (YAMLError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise RecipeError(
-            f"{where}{line}: not valid YAML: {problem}; correct it, or put quotes around the value"
-        ) from error
+        raise RecipeError(f"{where}{line}: not valid YAML: {problem}; {todo}") from error
