@@ -110,7 +110,8 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
         )
     mapping, entry = entry_of(key, schema)
     if (field := dict(valid_keys(schema)).get(mapping)) is None:
-        raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
+        takers = [name for name, kind in RECIPES.items() if key in dict(valid_keys(kind))]
+        raise RecipeError(f"override {word!r}: {unknown_key(key, schema, takers)}")
     todo = "put the whole override in quotes, as in 'mesh={data: 4, fsdp: 2}'"
     with _parsing(f"override {word!r}", todo):
         found = OmegaConf.from_dotlist([f"value={value}"])

@@ -41,6 +41,8 @@ WRONG = [
     (["precision.loss_scale=-1"], r"loss_scale .*expected greater than 0 or 'dynamic'; got -1"),
     (["precision.moments=[float16]"], r"moments \(.*\): .*at least 2 .*; got \['float16'\]"),
     (["data.pattern=**/*.txt"], r"data\.pattern=.*not valid YAML.*in quotes"),
+    (["images.x=3"], r"images\.x is not a key of the config"),
+    (["classification={}"], r"is not a key of this recipe; recipes that have it: finetune"),
     (["init=runs/x"], r"got runs/x; train one, such as `python -m recipes train gpt/quickstart"),
     (["init=org/Some-1B"], r"to download a model, `hf download org/Some-1B --local-dir Some-1B`"),
     (["mesh={data:"], r"'mesh=\{data:'.*not valid YAML.*in quotes, as in 'mesh=\{data: 4, fsdp"),
