@@ -1,6 +1,7 @@
 """Read YAML and `key=value` overrides into the config of a recipe, or say what is wrong."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 """The configs that come with the recipes."""
 
 Kind = TypeVar("Kind", bound=RunConfig)
+_WARMUP = "optimizer.warmup_steps"
 
 
 def load_config(
@@ -60,6 +62,9 @@ def load_config(
         file.precision = expand_preset(file.precision)
     for word in overrides:
         _override(file, word, schema)
+    if not any("warmup_steps" in word for word in overrides):
+        with contextlib.suppress(OmegaConfBaseException):  # of sections that are no mappings
+            _fit_warmup(file, OmegaConf.select(_read(_file(Path(path))), "train.steps"))
     tree: Any = OmegaConf.to_container(file)
     try:
         config = schema.model_validate(tree if kept else schema.filled(tree))
@@ -124,6 +129,15 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     if mapping == "precision":
         new = expand_preset(new)  # the name of a preset takes the place of the section
     OmegaConf.update(file, mapping, new, merge=merge)
+
+
+def _fit_warmup(file: DictConfig, before: Any) -> None:
+    """Shorten a file's warm-up, and say so, if an override leaves it no room in `train.steps`."""
+    steps, warmup = (OmegaConf.select(file, key) for key in ("train.steps", _WARMUP))
+    if all(isinstance(x, int) for x in (before, steps, warmup)) and 0 < steps <= warmup < before:
+        OmegaConf.update(file, _WARMUP, warmup * steps // before)
+        note = f"note: {_WARMUP} is {warmup * steps // before}, not {warmup}, to fit train.steps"
+        print(f"{note} {steps}", file=sys.stderr)
 
 
 @contextlib.contextmanager

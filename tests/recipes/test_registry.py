@@ -159,6 +159,17 @@ def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:
         load_config(config_file.parent / "runs" / "frist")
 
 
+def test_warmup_fits_fewer_steps(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = config_file.read_text("utf-8").replace("optimizer:", "optimizer:\n  warmup_steps: 4")
+    config_file.write_text(text, "utf-8")
+    assert load_config(config_file, ["train.steps=3"]).optimizer.warmup_steps == 2
+    assert "warmup_steps is 2, not 4, to fit train.steps 3" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="warmup_steps must be below"):
+        load_config(config_file, ["train.steps=3", "optimizer.warmup_steps=4"])
+    assert load_config(config_file, ["train.steps=5"]).optimizer.warmup_steps == 4
+    assert not capsys.readouterr().err
+
+
 def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError, match=r"expected a YAML file; got .*, a folder; give the path of one"
