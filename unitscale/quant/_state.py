@@ -216,10 +216,11 @@ def _warn_fwd(operands: Any, tally: Any) -> Any:
             frame, level = frame.f_back, level + 1
         warnings.warn(
             "unitscale: delayed FP8 scales are not being updated, because a loss was "
-            "differentiated without them. Differentiate models with unitscale.nn.value_and_grad, "
-            "not nnx.value_and_grad, and functions of a QuantState with respect to it too. A "
-            "DotGeneral that a layer creates in each call (qkv_dot_general_cls=) keeps no scales: "
-            "use unitscale.nn.convert.",
+            "differentiated with respect to the operands of a matmul and not to its scales. "
+            "Differentiate models with unitscale.nn.value_and_grad (nnx.value_and_grad does not "
+            "record amax), and functions of a QuantState with respect to it too. A DotGeneral that "
+            "a layer creates in each call (qkv_dot_general_cls=) keeps no scales: use "
+            "unitscale.nn.convert.",
             StaleScalesWarning,
             stacklevel=level,
         )
