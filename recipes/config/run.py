@@ -151,7 +151,7 @@ class OptimizerConfig(Section):
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay (adamw, lion, muon); with umup, the share removed in each step."""
     clip_norm: Positive | None = None
-    """Largest global norm of the gradient; null for any."""
+    """Largest global norm of the gradient, thousands in unit-scaled models; null for any."""
     skip_nonfinite: Whole = 0
     """Most steps in a row to skip because loss or gradient is not finite."""
     umup: Flag = True
