@@ -102,7 +102,7 @@ def train(
                 if told.items() >= _depends_on(config, data).items():
                     for line in (f"all {config.train.steps} steps are done", *told["said"]):
                         console.print(line, highlight=False, markup=False, soft_wrap=True)
-                    return Outcome(folder, *told["outcome"], None)
+                    return Outcome._make((folder, *told["outcome"], None))
         run = _Run(config, data, console)
         try:
             return run.train()

@@ -91,8 +91,8 @@ class GPT(nnx.Module):
 
     def loss(self, ids: jax.Array, targets: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Mean cross entropy of targets (batch, time), a float32 scalar in nats per token."""
-        tied = self.readout is None
-        x, readout = self.embed.tied(ids) if tied else (self.embed(ids), self.readout)
+        own = self.readout
+        x, readout = self.embed.tied(ids) if own is None else (self.embed(ids), own)
         x, _ = self._states(x, ids, deterministic=deterministic)
         return readout.cross_entropy(x, targets)
 
