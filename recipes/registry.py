@@ -1,7 +1,7 @@
 """Read a YAML file and `key=value` overrides into a recipe's config, or report what is wrong."""
 
 import contextlib
-import difflib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from .errors import RecipeError, read_text
 from .finetune.config import FinetuneConfig
 from .gpt.config import GPTConfig
 from .images.config import ImagesConfig
-from .run.folder import CONFIG, is_run
+from .run.folder import CONFIG, is_run, similar
 
 RECIPES: dict[str, type[RunConfig]] = {
     "gpt": GPTConfig,
@@ -41,6 +41,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 """Folder of the configs that come with the recipes."""
 
 Kind = TypeVar("Kind", bound=RunConfig)
+_WARMUP = "optimizer.warmup_steps"
 
 
 def load_config(
@@ -52,13 +53,18 @@ def load_config(
     config of a run, which already has the keys that follow from `init`.
     """
     file = _read(_file(Path(path)))
-    schema = _schema_of(file.get("recipe", "gpt"), path)
+    name = file.get("recipe", "gpt")
+    if not isinstance(name, str) or (schema := RECIPES.get(name)) is None:
+        raise RecipeError(f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}")
     if kept or Path(path).name == CONFIG:  # stored by a run, perhaps of an earlier version
         file = OmegaConf.create(schema.upgraded(OmegaConf.to_container(file)))
     if "precision" in file:  # expand a preset's name, so that overrides can change single keys
         file.precision = expand_preset(file.precision)
     for word in overrides:
         _override(file, word, schema)
+    if not any("warmup_steps" in word for word in overrides):
+        with contextlib.suppress(OmegaConfBaseException):  # of sections that are no mappings
+            _fit_warmup(file, OmegaConf.select(_read(_file(Path(path))), "train.steps"))
     tree: Any = OmegaConf.to_container(file)
     try:
         config = schema.model_validate(tree if kept else schema.filled(tree))
@@ -75,12 +81,6 @@ def load_kind(kind: type[Kind], path: str | Path, overrides: Sequence[str] = ())
     return config
 
 
-def _schema_of(name: Any, path: str | Path) -> type[RunConfig]:
-    if isinstance(name, str) and name in RECIPES:
-        return RECIPES[name]
-    raise RecipeError(f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}")
-
-
 def _file(path: Path) -> Path:
     own = CONFIGS.joinpath(*path.parts[path.parts[:1] == ("configs",) :])
     return own if not path.exists() and own.exists() else path
@@ -88,8 +88,9 @@ def _file(path: Path) -> Path:
 
 def _read(path: Path) -> DictConfig:
     if not path.exists():
+        near = similar(path, _file(path.parent))
         raise RecipeError(
-            f"config file {path} does not exist; give the path of a YAML file{_similar_file(path)}"
+            f"config file {path} does not exist; give a YAML file, or a folder with a model{near}"
         )
     if path.is_dir():
         todo = f"give {path / CONFIG}" if is_run(path) else "give the path of one"
@@ -110,8 +111,10 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
         raise RecipeError(f"override {word!r}: expected key=value, such as train.steps=100")
     mapping, entry = entry_of(key, schema)
     if (field := dict(valid_keys(schema)).get(mapping)) is None:
-        raise RecipeError(f"override {word!r}: {unknown_key(key, schema)}")
-    with _parsing(f"override {word!r}"):
+        takers = [name for name, kind in RECIPES.items() if key in dict(valid_keys(kind))]
+        raise RecipeError(f"override {word!r}: {unknown_key(key, schema, takers)}")
+    todo = "put the whole override in quotes, as in 'mesh={data: 4, fsdp: 2}'"
+    with _parsing(f"override {word!r}", todo):
         found = OmegaConf.from_dotlist([f"value={value}"])
         tree: Any = OmegaConf.to_container(found, resolve=True, throw_on_missing=True)
     new = tree["value"]
@@ -124,21 +127,21 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     OmegaConf.update(file, mapping, new, merge=merge)
 
 
+def _fit_warmup(file: DictConfig, before: Any) -> None:
+    """Shorten a file's warm-up, and say so, if an override leaves it no room in `train.steps`."""
+    steps, warmup = (OmegaConf.select(file, key) for key in ("train.steps", _WARMUP))
+    if all(isinstance(x, int) for x in (before, steps, warmup)) and 0 < steps <= warmup < before:
+        OmegaConf.update(file, _WARMUP, warmup * steps // before)
+        note = f"note: {_WARMUP} is {warmup * steps // before}, not {warmup}, to fit train.steps"
+        print(f"{note} {steps}", file=sys.stderr)
+
+
 @contextlib.contextmanager
-def _parsing(where: str) -> Iterator[None]:
+def _parsing(where: str, todo: str = "correct it, or quote the value") -> Iterator[None]:
     try:
         yield
     except (YAMLError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
-        raise RecipeError(
-            f"{where}{line}: not valid YAML: {problem}; correct it, or put quotes around the value"
-        ) from error
-
-
-def _similar_file(path: Path) -> str:
-    folders = (path.parent, _file(path.parent))
-    names = [file.name for folder in folders for file in folder.glob("*.yaml")]
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
+        raise RecipeError(f"{where}{line}: not valid YAML: {problem}; {todo}") from error

@@ -6,9 +6,11 @@ finite, the compiled steps leave the state unchanged, so that the loop can find 
 
 import contextlib
 import functools
+import json
 import math
 import statistics
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,7 @@ from .errors import RecipeError, write_json
 from .recipe import Data, loss_inputs, recipe_of
 from .run.checkpoint import Checkpoints
 from .run.folder import (
+    OUTCOME,
     ROWS,
     SCORES,
     Metrics,
@@ -93,7 +96,13 @@ def train(
                 raise RecipeError(
                     f"name: {run_folder(config)} is the folder of a sweep; change name"
                 )
-            open_run(config, fresh=fresh, convert=convert)
+            folder = open_run(config, fresh=fresh, convert=convert)
+            if jax.process_count() == 1 and (folder / OUTCOME).exists():
+                told = json.loads((folder / OUTCOME).read_text("utf-8"))
+                if told.items() >= _depends_on(config, data).items():
+                    for line in (f"all {config.train.steps} steps are done", *told["said"]):
+                        console.print(line, highlight=False, markup=False, soft_wrap=True)
+                    return Outcome._make((folder, *told["outcome"], None))
         run = _Run(config, data, console)
         try:
             return run.train()
@@ -290,18 +299,21 @@ class _Run:
         model, recipe = self.model(), recipe_of(config)
         self.plot()
         scores = recipe.scores(config, self.data, model, self.folder)
-        save_scores(self.folder, scores, self.say)
-        for line in recipe.closing(config, self.data, model, self.folder):
-            self.say(line)
+        said: list[str] = []
+        save_scores(self.folder, scores, said.append)
+        said.extend(recipe.closing(config, self.data, model, self.folder))
         unit, precision = config.data.step_unit, config.precision
         policy = f"{precision.scalify} by scalify" if precision.scalify else precision.policy
         speed = f", {statistics.median(self.speeds):,.0f} {unit}/s" if self.speeds else ""
-        self.say(
+        said.append(
             f"trained in {policy}{speed}: validation loss "
             f"{shown(config, validation, self.data.token_size)} (over at most "
             f"{config.train.eval_batches} batches; `evaluate` uses all); plots (loss.png, "
             f"rms.png), metrics and checkpoints are in {self.folder}"
         )
+        self.say("\n".join(said))
+        told = {"outcome": (step, validation, scores), "said": said}
+        write_json(self.folder / OUTCOME, told | _depends_on(config, self.data))
         return Outcome(self.folder, step, validation, scores, None)
 
     def plot(self) -> None:
@@ -314,6 +326,15 @@ class _Run:
 @jax.jit
 def _is_finite(arrays: list[jax.Array]) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in arrays]))
+
+
+def _depends_on(config: RunConfig, data: Data) -> dict[str, Any]:
+    """What a finished run's outcome depends on: config, data, and the files that it left."""
+    folder = run_folder(config)
+    last = folder / "checkpoints" / str(config.train.steps)
+    files = [*folder.glob("*.png"), *last.rglob("*")]
+    sums = {str(path): zlib.crc32(path.read_bytes()) for path in files if path.is_file()}
+    return {"config": config.model_dump(mode="json"), "data": data.digest, "files": sums}
 
 
 def save_scores(folder: Path, scores: dict[str, float], say: Callable[[str], None]) -> None:

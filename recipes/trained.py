@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from flax import nnx
-from safetensors import flax as tensors
 
 from unitscale import to_array
 from unitscale.nn import unpadded
@@ -13,7 +12,7 @@ from unitscale.nn import unpadded
 from .config import TOKENIZER_FILE, DataConfig, RunConfig
 from .errors import RecipeError, refused
 from .gpt.generate import Writer
-from .hf import load
+from .hf import load, write_tensors
 from .recipe import recipe_of
 from .run.folder import run_folder
 from .run.state import TrainState, load_checkpoint, load_trained, plain, with_kept_tokenizer
@@ -91,6 +90,5 @@ def save_tensors(model: nnx.Module, path: Path) -> int:
         arrays[name] = to_array(value, "float32")
     with refused(f"cannot write {path}", "give a path that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()  # for a clearer error than safetensors gives
-        tensors.save_file(arrays, str(path))
+        write_tensors(path, arrays, None)
     return len(arrays)

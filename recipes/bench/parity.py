@@ -24,7 +24,7 @@ from unitscale.quant import MatmulConfig
 
 from ..config import PrecisionConfig, RunConfig
 from ..recipe import recipe_of
-from ..run.state import build_model, init_state
+from ..run.state import build_model, init_state, load_trained
 from ..run.step import make_evaluation, make_loss, mean_loss, over_amax
 from . import runs
 
@@ -81,7 +81,7 @@ def lost_gradients(library: str, config: RunConfig) -> list[dict[str, Any]]:
     exact, narrow = (jax.jit(gradient(graphdef)) for graphdef in graphdefs)
     batches = list(islice(recipe_of(config).load_data(config).validation(), BATCHES))
     rows, tiny = [], float(jnp.finfo(jnp.float16).tiny)
-    states = {"at first": init_state(config)[2], "at the end": runs.last_state(config)}
+    states = {"at first": init_state(config)[2], "at the end": load_trained(config, print)[1]}
     for when, state in states.items():
         counts = np.zeros(4, int)
         for batch in batches:
@@ -138,16 +138,14 @@ ROUNDED: dict[str, dict[str, Any]] = {
 
 def by_operand(configs: list[RunConfig], batches: int = 32) -> runs.Table:
     """Measure loss increase and gradient error, at trained parameters, by what is in FP8."""
-    states = [runs.last_state(config) for config in configs]
+    states = [load_trained(config, print)[1] for config in configs]
     texts = [list(islice(recipe_of(c).load_data(c).validation(), batches)) for c in configs]
     values: dict[str, list[float]] = {}
     errors: dict[str, float] = {}
     exact: list[Any] = []
     for name, rules in {"float32": {}, **ROUNDED}.items():
-        policy = "float32" if name == "float32" else WIDE
-        model: Any = build_model(
-            configs[0].model_copy(update={"precision": PrecisionConfig(policy=policy)})
-        )
+        precision = PrecisionConfig(policy="float32" if name == "float32" else WIDE)
+        model: Any = build_model(configs[0].model_copy(update={"precision": precision}))
         nn.set_policies(model, rules)
         graphdef = nnx.split(model, nnx.Param, ...)[0]
         evaluate, differentiate = make_evaluation(graphdef), jax.jit(gradient(graphdef))

@@ -31,7 +31,7 @@ from ..errors import RecipeError
 from ..recipe import recipe_of
 from ..registry import CONFIGS, load_config
 from ..run.pool import each, message_of
-from ..run.state import TrainState, load_trained
+from ..run.state import load_trained
 from ..run.step import make_evaluation, mean_loss
 from ..train import train
 
@@ -51,7 +51,6 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="also write the ta
 # from the reference in either direction, or 0 for "no worse".
 Variants = Mapping[str, Sequence[str]]
 Bounds = Mapping[str, float]
-
 
 _SCORES = ("above reference", "error above")
 
@@ -192,10 +191,6 @@ def trained(config: RunConfig, fresh: bool) -> dict[str, float]:
         todo = f"stopped by signal {outcome.signal}; run the same command to resume"
         raise RecipeError(todo, exit_code=128 + outcome.signal)
     return outcome.scores
-
-
-def last_state(config: RunConfig) -> TrainState:
-    return load_trained(config, print)[1]
 
 
 def loss_of(config: RunConfig) -> float:

@@ -483,13 +483,15 @@ def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConf
     return f"{key} ({meaning}): {expected}; got {group[0]['input']!r}"
 
 
-def unknown_key(key: str, schema: type[RunConfig]) -> str:
-    """Describe an unknown key, with its new name, its constant value, or the nearest key."""
+def unknown_key(key: str, schema: type[RunConfig], takers: Sequence[str] = ()) -> str:
+    """Describe an unknown key: its new name, its constant value, its recipes or the nearest key."""
     new = MOVED | schema.moved | REMOVED
     if key in new:
         return f"{key} is no longer a key of the config; set {new[key]}"
     if key in schema.constants:
         return f"{key} is no longer a key of the config; it is always {schema.constants[key]}"
+    if takers:
+        return f"{key} is not a key of this recipe; recipes that have it: {', '.join(takers)}"
     fields = dict(valid_keys(schema))
     section, _, last = key.rpartition(".")
     inside = {

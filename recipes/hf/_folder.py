@@ -97,7 +97,10 @@ def write_tensors(
     """Write a safetensors file; an old one is replaced only when the new one is complete."""
     partial = path.with_name(f"{path.name}.partial")
     whole = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    partial.touch()
+    mode = partial.stat().st_mode  # by the umask: the library writes files for their owner alone
     safetensors.save_file(whole, partial, metadata)
+    partial.chmod(mode)
     os.replace(partial, path)
 
 

@@ -101,9 +101,10 @@ class Checkpoints:
             yield
         except Exception as error:  # Orbax and TensorStore report a full disk in several ways
             self._writing = None
+            reason, *_ = (str(error).strip() or type(error).__name__).splitlines()
             raise RecipeError(
                 f"cannot write the checkpoint of step {step} to {self._folder}: "
-                f"{_first_line(error)}; {self.what_is_safe}; free space or change permissions, "
+                f"{reason[:200]}; {self.what_is_safe}; free space or change permissions, "
                 "then run the same command again to resume",
                 exit_code=1,
             ) from error
@@ -118,21 +119,23 @@ class Checkpoints:
             except RecipeError:
                 raise
             except Exception as error:  # Orbax raises errors of many types for damaged files
-                damage = f"checkpoint of step {step} is damaged ({_first_line(error)})"
+                place, kind = self._folder / str(step), type(error).__name__
+                damage = f"checkpoint of step {step} is damaged: files in {place} are missing, "
+                damage += f"cut short or changed ({kind})"
                 if jax.process_count() > 1:  # the other processes may not have seen the damage
-                    todo = f"remove {self._folder / str(step)}, then start all processes again"
+                    todo = f"remove {place}, then start all processes again"
                     raise RecipeError(f"{damage}; {todo}", exit_code=1) from error
                 if not self._read_only:
-                    place = self._run / "damaged-checkpoints" / f"{step}-{time.time_ns()}"
-                    place.parent.mkdir(exist_ok=True)
-                    (self._folder / str(step)).rename(place)
+                    aside = self._run / "damaged-checkpoints" / f"{step}-{time.time_ns()}"
+                    aside.parent.mkdir(exist_ok=True)
+                    place.rename(aside)
                     self._manager.reload()
-                    damage += f"; moved it to {place}"
+                    damage += f"; moved it to {aside}"
                 say(f"{damage}; trying the one before")
         if steps:
             raise RecipeError(
-                f"every checkpoint in {self._folder} was damaged (steps {steps}); start again with "
-                "--fresh",
+                f"every checkpoint in {self._folder} was damaged (steps {steps}); restore one from "
+                "a backup, or train again with --fresh",
                 exit_code=1,
             )
         return None
@@ -196,10 +199,6 @@ def _is_key(leaf: Any) -> bool:
 
 def _shape(array: jax.Array) -> list[Any]:
     return [str(array.dtype), list(array.shape)]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _text_checksum(*values: Any) -> int:

@@ -1,6 +1,7 @@
 """A run's folder, which only the config that made it may resume, and its metrics."""
 
 import contextlib
+import difflib
 import importlib
 import json
 import os
@@ -25,6 +26,8 @@ ROWS = "rows.jsonl"
 """File name of the results in a sweep's folder."""
 SCORES = "scores.json"
 """File name of the scores in a run's folder."""
+OUTCOME = "outcome.json"
+"""File name of what a finished run printed, and of what that depends on."""
 
 # Keys that may change when a run is resumed, because they do not affect its state.
 _FREE = (
@@ -43,6 +46,18 @@ def run_folder(config: RunConfig) -> Path:
 
 def is_run(folder: str | Path) -> bool:
     return (Path(folder) / CONFIG).is_file()
+
+
+def similar(path: Path, *folders: Path) -> str:
+    """What a path that does not exist may mean: one like it, or a model to download; "" if none."""
+    near = [found for folder in (path.parent, *folders) for found in folder.glob("[!.]*")]
+    names = [found.name for found in near if found.suffix == ".yaml" or found.is_dir()]
+    cutoff = 0.0 if path.parent.name == "runs" else 0.5
+    if close := difflib.get_close_matches(path.name, names, 1, cutoff):
+        return f"; did you mean {path.parent / close[0]}?"
+    if len(path.parts) != 2 or path.suffix == ".yaml" or path.parts[0] in ("runs", "configs"):
+        return ""
+    return f"; to download a model, `hf download {path} --local-dir {path.name}`"
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -95,6 +110,8 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
             if changed and not (convert and formats):
                 todo = "change name, use the config of that run, or pass --fresh to move it aside"
                 todo += ", or --convert to resume in these formats" if formats else ""
+                if "train.steps" in changed and "init" in type(config).model_fields:
+                    todo += f"; to train longer, set another name, and init={folder}"
                 raise _other_config(folder, changed, todo)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, dump_config(config))
@@ -139,8 +156,7 @@ def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
         (recipe,) = get_args(kind.model_fields["recipe"].annotation)
         raise RecipeError(
             f"init: expected the folder of a run of recipe {recipe}{other}; got {folder}; train "
-            f"one first, such as `python -m recipes train configs/{recipe}/quickstart.yaml`, and "
-            "give its folder"
+            f"one, such as `python -m recipes train {recipe}/quickstart.yaml`{similar(folder)}"
         )
     return written_config(folder, kind).kept_in(folder)
 

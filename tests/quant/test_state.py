@@ -233,8 +233,9 @@ def test_a_warning_if_delayed_scales_are_not_updated() -> None:
         jax.make_jaxpr(lambda x, s: f(x, s, config))(ONES, QuantState.create(strategy))
 
     for loss in LOSSES:
-        with pytest.warns(StaleScalesWarning, match=r"unitscale\.nn\.value_and_grad"):
+        with pytest.warns(StaleScalesWarning, match=r"unitscale\.nn\.value_and_grad") as seen:
             trace(jax.grad(loss))
+        assert {warning.filename for warning in seen} == {__file__}  # the user's line
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             trace(jax.grad(loss, (0, 1)))

@@ -28,6 +28,8 @@ def test_a_run(make_config: Callable[..., GPTConfig], tmp_path: Path) -> None:
     state = untrained(config, open_run(config))
     path = tmp_path / "new" / "model.safetensors"
     assert export(config, path, pytest.fail).endswith(f"arrays of tiny are in {path}")
+    (tmp_path / "own").touch()  # by the umask
+    assert path.stat().st_mode == (tmp_path / "own").stat().st_mode
     kernel = state.params["layers"][0]["mlp"]["up"]["kernel"].get_value()
     found = entries(path)["layers.0.mlp.up.kernel"]
     assert (found["dtype"], found["shape"]) == ("F32", list(kernel.shape))

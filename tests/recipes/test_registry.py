@@ -40,8 +40,12 @@ WRONG = [
     (["precision.readout=null"], r"readout \(.*expected a valid boolean or 'gradients'; got None"),
     (["precision.loss_scale=-1"], r"loss_scale .*expected greater than 0 or 'dynamic'; got -1"),
     (["precision.moments=[float16]"], r"moments \(.*\): .*at least 2 .*; got \['float16'\]"),
-    (["data.pattern=**/*.txt"], r"data\.pattern=.*not valid YAML.*put quotes around"),
-    (["precision.layers={'*.a': fp8"], r"layers=.*not valid YAML.*; correct it"),
+    (["data.pattern=**/*.txt"], r"data\.pattern=.*not valid YAML.*in quotes"),
+    (["images.x=3"], r"images\.x is not a key of the config"),
+    (["classification={}"], r"is not a key of this recipe; recipes that have it: finetune"),
+    (["init=runs/x"], r"got runs/x; train one, such as `python -m recipes train gpt/quickstart"),
+    (["init=org/Some-1B"], r"to download a model, `hf download org/Some-1B --local-dir Some-1B`"),
+    (["mesh={data:"], r"'mesh=\{data:'.*not valid YAML.*in quotes, as in 'mesh=\{data: 4, fsdp"),
     (["optimizer.b2=1.5"], r"b2 .*expected less than 1; got 1\.5"),
     (["precision=fp9"], r"precision\.policy .*'fp8'.*; got 'fp9'"),
     (["model.residual.scheme=runing_mean"], r"residual\.scheme .*got 'runing_mean'"),
@@ -149,6 +153,21 @@ def test_a_wrong_key_need_not_wait_for_jax() -> None:
 def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:
     with pytest.raises(RecipeError, match=r"does not exist.*did you mean .*tiny\.yaml\?"):
         load_config(config_file.with_name("tinny.yaml"))
+    for name in ("first", "second"):
+        (config_file.parent / "runs" / name).mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"or a folder with a model; did you mean .*runs/first\?"):
+        load_config(config_file.parent / "runs" / "frist")
+
+
+def test_warmup_fits_fewer_steps(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = config_file.read_text("utf-8").replace("optimizer:", "optimizer:\n  warmup_steps: 4")
+    config_file.write_text(text, "utf-8")
+    assert load_config(config_file, ["train.steps=3"]).optimizer.warmup_steps == 2
+    assert "warmup_steps is 2, not 4, to fit train.steps 3" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="warmup_steps must be below"):
+        load_config(config_file, ["train.steps=3", "optimizer.warmup_steps=4"])
+    assert load_config(config_file, ["train.steps=5"]).optimizer.warmup_steps == 4
+    assert not capsys.readouterr().err
 
 
 def test_a_folder_is_not_a_config(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,8 @@ def test_what_a_run_leaves_behind(finished) -> None:
     path, outcome, said = finished
     names = {path.name for path in outcome.folder.iterdir()}
     plots = {"loss.png", "rms.png"}
-    assert names == {"config.yaml", "metrics.jsonl", "tensorboard", *plots, "checkpoints"}
+    files = {"config.yaml", "metrics.jsonl", "outcome.json", *plots}
+    assert names == {*files, "tensorboard", "checkpoints"}
     config = load_config(path, ["train.sample_tokens=5", "train.sample_prompt=def"])
     assert outcome.folder == Path(config.train.runs_dir) / "tiny"
     assert load_config(outcome.folder / "config.yaml") == config
@@ -112,9 +114,17 @@ def test_a_run_that_lost_its_last_steps_repeats_them(finished, again: MakeConfig
     assert timeless(outcome.folder) == timeless(first.folder)
     # Finished, it is not trained again.
     metrics = (outcome.folder / "metrics.jsonl").read_bytes()
-    once_more, said = run(config)
-    assert "all 6 steps are done" in said
-    assert once_more.validation_loss == outcome.validation_loss
+    before = said[said.index("trained in") :]
+    for change in (lambda: None, (outcome.folder / "rms.png").unlink):  # what is lost comes again
+        change()
+        with patch.object(train_module, "_Run", wraps=train_module._Run) as built:
+            once_more, said = run(config)
+        assert built.called == (change.__name__ == "unlink")
+        assert "all 6 steps are done" in said
+        assert (said[said.index("trained in") :] == before) == (
+            not built.called
+        )  # which had a speed
+        assert once_more == outcome
     assert (outcome.folder / "metrics.jsonl").read_bytes() == metrics
 
 

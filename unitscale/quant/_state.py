@@ -7,6 +7,7 @@ rematerialization, gradient accumulation, and psum or pmean over devices.
 """
 
 import dataclasses
+import sys
 import warnings
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -28,6 +29,7 @@ TENSORS = ("lhs", "rhs", "cotangent")
 _NOT_FINITE = MAX_EXPONENT - MIN_EXPONENT + 1
 _SATURATED, _ELEMENTS, _BINS = _NOT_FINITE + 1, _NOT_FINITE + 2, _NOT_FINITE + 3
 _EMPTY = MIN_EXPONENT - 1.0
+_LIBRARIES = {"unitscale", "jax", "flax", "contextlib"}  # whose lines a warning does not point at
 
 
 def is_stateful(strategy: Strategy) -> TypeGuard[Delayed | Static]:
@@ -204,15 +206,15 @@ def warn_if_not_updated(operands: Any, state: QuantState | None) -> Any:
 
 
 @jax.custom_vjp
-def _warn(operands: Any, tally: jax.Array) -> Any:
-    del tally
+def _warn(operands: Any, _: jax.Array) -> Any:
     return operands
 
 
 def _warn_fwd(operands: Any, tally: Any) -> Any:
-    is_leaf = lambda x: hasattr(x, "perturbed")  # noqa: E731
-    leaves = jax.tree.leaves(operands, is_leaf=is_leaf)
-    if any(x.perturbed for x in leaves) and not tally.perturbed:
+    if any(x.perturbed for x in jax.tree.leaves(operands)) and not tally.perturbed:
+        frame, level = sys._getframe(), 1
+        while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+            frame, level = frame.f_back, level + 1
         warnings.warn(
             "unitscale: delayed FP8 scales are not being updated, because a loss was "
             "differentiated with respect to the operands of a matmul, but not its scales. "
@@ -221,14 +223,13 @@ def _warn_fwd(operands: Any, tally: Any) -> Any:
             "A DotGeneral that a layer creates in each call (qkv_dot_general_cls=) keeps no "
             "scales: use unitscale.nn.convert.",
             StaleScalesWarning,
-            stacklevel=2,
+            stacklevel=level,
         )
-    return jax.tree.map(lambda x: x.value, operands, is_leaf=is_leaf), None
+    return jax.tree.map(lambda x: x.value, operands), None
 
 
 def _warn_bwd(_: None, cotangents: Any) -> Any:
-    is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
-    return jax.tree.map(lambda x: None if is_zero(x) else x, cotangents, is_leaf=is_zero), None
+    return jax.tree.map(lambda x: None if isinstance(x, SymbolicZero) else x, cotangents), None
 
 
 _warn.defvjp(_warn_fwd, _warn_bwd, symbolic_zeros=True)

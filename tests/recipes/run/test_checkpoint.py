@@ -1,6 +1,7 @@
 """Checkpoints are exact, and survive damage and full disks."""
 
 import gc
+import re
 import shutil
 import subprocess
 import sys
@@ -117,7 +118,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     assert restored is not None
     assert (restored.step, restored.position) == (1, {"at": 1})
     assert_same_bits(restored.state, make_state(1))
-    assert ["checkpoint of step 2 is damaged" in line for line in said] == [True]
+    (line,) = said
+    assert re.match(r"checkpoint of step 2 is damaged: files in .*/checkpoints/2 are missing", line)
+    assert "<" not in line  # no handles of Orbax's C++
     assert len(list((tmp_path / "damaged-checkpoints").glob("2-*"))) == 1  # set aside, not deleted
     checkpoints.save(2, make_state(5), {}, {})
     assert_same_bits(restore(tmp_path, make_state(0)).state, make_state(5))

@@ -58,7 +58,7 @@ def test_a_run_older_than_a_key_had_its_default(make_config: MakeConfig) -> None
 
 def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
     (open_run(make_config()) / "metrics.jsonl").touch()
-    with pytest.raises(RecipeError, match=r"\n  seed: 0 -> 3\n  train.steps: 6 -> 9\n.*--fresh"):
+    with pytest.raises(RecipeError, match=r"\n  seed: 0 -> 3\n  train.steps: 6 -> 9\n.*init=/"):
         open_run(make_config("seed=3", "train.steps=9"))
     with pytest.raises(
         RecipeError, match=r"precision.policy: float32 -> float16\n.*--convert to resume"
