@@ -50,11 +50,11 @@ def table(stem: str, which: int | str) -> list[dict[str, Any]]:
 
 def steps() -> Figure:
     """Step time and peak memory by model size, relative to plain bfloat16."""
-    sizes = {"GPT-2 small, 125M\nmeasured": table("gpu", "Training step")}
+    sizes = {"GPT-2 small\nmeasured": table("gpu", "Training step")}
     for size in ("1B", "8B", "13B"):
         rows = table("h200-sizes", f"Training step of a Llama of {size}")
         sizes[f"Llama {size}\nprojected"] = rows
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
     titles = ("step time, milliseconds", "peak memory, GiB")
     for axes, title in zip(figure.subplots(1, 2), titles, strict=True):
         for place, (size, rows) in enumerate(sizes.items()):
@@ -77,7 +77,7 @@ def steps() -> Figure:
 
 def losses() -> Figure:
     """Differences of validation loss from the same model in float32, with standard errors."""
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
     axes = figure.subplots()
     for place, (_, stem, which, variant, goal) in enumerate(LOSSES):
         row = next(r for r in table(stem, which) if r.get("variant") == variant)
@@ -94,7 +94,7 @@ def losses() -> Figure:
 
 def rms() -> Figure:
     """Where the tensors of a GPT lie in the range of FP8 before the first step."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
     panels = figure.subplots(1, len(KINDS), sharey=True)
     for axes, label in zip(panels, KINDS, strict=True):
         axes.axhspan(-9, np.log2(448), color="tab:green", alpha=0.15, linewidth=0)

@@ -37,9 +37,10 @@ def main(text: str) -> None:
         reading = probe(build(config), *loss_inputs(windows))
         for kind, label in KINDS.items():
             found = np.log2([float(v) for v in getattr(reading, kind).values() if v > 0])
-            row = {"tensors": label, "model": name, "count": len(found), "least": found.min()}
-            row |= {"greatest": found.max(), "below E4M3": int((found < -9).sum())}
-            rows.append(row | {"log2 of RMS": [round(float(x), 4) for x in found]})
+            values = [round(float(x), 4) for x in found]
+            row = {"tensors": label, "model": name, "count": len(values), "least": min(values)}
+            row |= {"greatest": max(values), "below E4M3": int((found < -9).sum())}
+            rows.append(row | {"log2 of RMS": values})
     title = "RMS of the tensors of a GPT, 8 layers of 256, on 16 x 128 bytes of text, as log2"
     document = {"benchmark": "rms", "command": "python notebooks/measure_rms.py shakespeare.txt"}
     document |= {"date": datetime.date.today().isoformat(), "machine": jax.devices()[0].device_kind}

@@ -17,13 +17,19 @@ RESULTS = Path(__file__).parent / "results"
 TOPICS = {
     "speed": (
         "Speed and memory",
-        "Time and memory of training steps, measured on an H200 or projected for one. "
-        "[What will I get?](../performance.md) explains them.",
+        "Time and memory of training steps, measured on an H200 or projected for one; "
+        "[What will I get?](../performance.md) explains them. `plain-bfloat16` is plain Flax, "
+        "and `qwix` the same model with FP8 matmuls by qwix. `bfloat16` and `fp8` are models of "
+        "`unitscale.nn`. `-scaled` adds optimizer state of 5 bytes per parameter. `-readout` also "
+        "runs the output layer in FP8, `-readout-gradients` only its gradients. `converted` is "
+        "the plain model after `nn.convert` to `fp8_dynamic`.",
         ("gpu", "h200", "h200-scalify", "h200-sizes"),
     ),
     "parity": (
         "FP8 and float16 against float32",
-        "Validation loss of the GPT in `configs/gpt/parity.yaml`, by number format.",
+        "Validation loss of the GPT in `configs/gpt/parity.yaml` by number format. Differences are "
+        "relative to the first row, paired by seed and text; [Results](../results.md) explains the "
+        "terms. `fp8-readout-gradients` also has the gradients of the output layer in FP8.",
         (
             *("parity", "parity-1200", "parity-rate-3", "parity-rate-3-1200", "parity-drift"),
             "parity-gradients",
@@ -61,7 +67,8 @@ TOPICS = {
     ),
     "rms": (
         "RMS at initialization",
-        "The RMS of every tensor of a GPT before its first step.",
+        "The RMS of every tensor of a GPT before its first step, as a power of two. Numbers below "
+        "2^-9 are smaller than any number of FP8 (E4M3).",
         ("rms",),
     ),
 }
