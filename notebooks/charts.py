@@ -12,11 +12,12 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "results", HERE / "docs"
 GRAY, PLAIN, QWIX, UNIT = "#808080", "#d9822b", "#2a9d8f", "#6377e0"
-STYLE: dict[str, Any] = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GRAY)
+STYLE: Any = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GRAY)
 STYLE |= {"xtick.color": GRAY, "ytick.color": GRAY, "axes.titlesize": 10, "font.size": 9}
 STYLE |= {"svg.hashsalt": "unitscale", "axes.spines.top": False, "axes.spines.right": False}
 # Label, file, table, row, and our goal in percent.
@@ -70,7 +71,7 @@ def steps() -> Figure:
                 axes.text(x, height + 0.02, label, ha="center", fontsize=7.5)
         axes.set_xticks(range(len(sizes)), sizes, fontsize=8)
         axes.set(title=title, ylim=(0, 1.25), yticks=[0, 0.5, 1], ylabel="relative to plain")
-    bars = [mpl.patches.Patch(color=color) for color in PROGRAMS.values()]
+    bars = [Patch(color=color) for color in PROGRAMS.values()]
     figure.legend(bars, NAMES, loc="outside lower center", ncols=3, frameon=False)
     return figure
 

@@ -89,6 +89,7 @@ HEADINGS = {
     "over projected": "relative to projection",
     "amax": "amax reductions",
     "FP8 of Dense": "FP8 share of Dense",
+    "FP8 of readout": "FP8 share of the readout",
     "of it in 8 bits": "share sent in 8 bits",
     "without absent": "share lost, absent tokens aside",
     "without absent at first": "lost at first, absent tokens aside",
@@ -171,11 +172,13 @@ def heading(name: str) -> str:
 
 def cell(name: str, value: Any) -> str:
     if name in ("within", "verdict"):
-        return VERDICTS.get(value, value)
+        return VERDICTS.get(value) or str(value or "")
     if isinstance(value, bool) or not isinstance(value, int | float):
         text = str({None: "", True: "yes", False: "no"}.get(value, value))
         return re.sub(r"([/.])(?=\w)", r"\1<wbr>", text) if "/" in text else text  # may break
     if SHARES.match(name) or (name == "FLOPs" and value < 1):
+        if value in (0, 1):
+            return f"{value:.0%}"
         sign = "+" if name == "over reference" else ""
         return f"{value:{sign}.{2 if value > 0.01 and not sign else 3}%}"
     if isinstance(value, int) or abs(value) >= 1000:
