@@ -8,6 +8,7 @@ not imported. MkDocs takes this file as hooks, griffe as an extension.
 from __future__ import annotations
 
 import ast
+import posixpath
 import re
 import tomllib
 from html import unescape
@@ -23,6 +24,10 @@ from mkdocs.structure.files import File
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 COVERAGE = "scalify-coverage.md"
+TOP = ["CHANGELOG.md", "CONTRIBUTING.md"]
+# Raw tables are not searched; what maintainers read comes after what users read.
+SEARCH = {key: {"boost": 0.2} for key in ("decisions/", COVERAGE, *TOP)}
+SEARCH["results/"] = {"exclude": True}
 PACKAGES = {
     "unitscale": "the basics",
     "unitscale.nn": "layers",
@@ -85,19 +90,47 @@ def on_config(config):
     for entry in config.nav:
         if "API reference" in entry:
             entry["API reference"] = pages
+    config.nav += [{path.removesuffix(".md").capitalize(): path} for path in TOP]
     return config
 
 
 @event_priority(100)  # before mkdocs-jupyter, which turns notebooks into pages
 def on_files(files, config):
-    for path in [*sorted(HERE.glob("*.ipynb")), HERE / COVERAGE]:
-        files.append(File(path.name, str(HERE), config.site_dir, config.use_directory_urls))
+    for path in [*sorted(HERE.glob("*.ipynb")), HERE / COVERAGE, *(ROOT / name for name in TOP)]:
+        files.append(File(path.name, str(path.parent), config.site_dir, config.use_directory_urls))
     library = griffe.load("unitscale", search_paths=[ROOT])
     for package in PACKAGES:
         module = library[package.partition(".")[2]] if "." in package else library
         content = api_page(package, module)
         files.append(File.generated(config, f"api/{package}.md", content=content))
     return files
+
+
+LINK = re.compile(r"(?<=\]\()(?!\w+:)[^)\s#]+")
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links to the repository's files lead to their pages, else to the repository or to copies."""
+    for start, search in SEARCH.items():
+        if page.file.src_uri.startswith(start):
+            page.meta.setdefault("search", search)
+    if page.file.abs_src_path is None:  # generated
+        return markdown
+    sources = {file.abs_src_path: file.src_uri for file in files}
+    sources[str(ROOT / "README.md")] = "index.md"
+
+    def target(match):
+        path = (Path(page.file.abs_src_path).parent / match[0]).resolve()
+        if not (path.exists() and path.is_relative_to(ROOT)):
+            return match[0]
+        name = path.relative_to(ROOT).as_posix()
+        if str(path) not in sources:
+            if config.repo_url:
+                return f"{config.repo_url.rstrip('/')}/blob/HEAD/{name}"
+            files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+        return posixpath.relpath(sources.get(str(path), name), posixpath.dirname(page.file.src_uri))
+
+    return LINK.sub(target, markdown)
 
 
 # Code as it is; else display and inline formulas, as Markdown pages and as notebooks have them.
@@ -123,6 +156,11 @@ def on_page_content(html, page, config, files):
     if page.file.src_uri.endswith(".ipynb"):
         html = re.sub(r'href="(\w+)\.ipynb"', r'href="../\1/"', html)
     return FORMULA.sub(mathml, html)
+
+
+def on_post_page(output, page, config):
+    """The theme would ask GitHub for the numbers of stars and forks of the repository."""
+    return output.replace('data-md-component="source"', "")
 
 
 class DoctestSections(griffe.Extension):
