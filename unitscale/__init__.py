@@ -22,19 +22,17 @@ Example:
     (1024.0, 'float8_e4m3fn')
 """
 
-from .core import (
+from .core import (  # Scaled arrays
     ScaledArray as ScaledArray,
     as_scaled as as_scaled,
-    batch_over as batch_over,
-    batch_size as batch_size,
-    cast as cast,
-    grad as grad,
-    map_values as map_values,
-    rebalance as rebalance,
-    rescale as rescale,
     to_array as to_array,
-    value_and_grad as value_and_grad,
+    map_values as map_values,
+    cast as cast,
+    rescale as rescale,
+    rebalance as rebalance,
 )
-from .transforms import scalify as scalify
+from .core import grad as grad, value_and_grad as value_and_grad  # Differentiation
+from .core import batch_size as batch_size, batch_over as batch_over  # Batch size
+from .transforms import scalify as scalify  # Scale propagation
 
 __version__ = "0.1.0"

@@ -5,24 +5,24 @@ leave every gradient a constant times the truth. `trace_scales` measures each va
 Tables need rich and plots matplotlib: `pip install rich matplotlib`.
 """
 
+from ._trace_scales import (  # Scales of a program
+    trace_scales as trace_scales,
+    ScaleTrace as ScaleTrace,
+    ScaleRecord as ScaleRecord,
+    FormatShares as FormatShares,
+)
+from ._program import Source as Source
+from ._gradients import (  # Gradients
+    check_gradients as check_gradients,
+    GradientReport as GradientReport,
+    ParameterGradient as ParameterGradient,
+    Guilty as Guilty,
+)
 from ._cut_edges import (
+    cut_edges as cut_edges,
     CutEdges as CutEdges,
     Input as Input,
     Intermediate as Intermediate,
-    cut_edges as cut_edges,
 )
-from ._fit_factors import FittedFactors as FittedFactors, fit_factors as fit_factors
-from ._gradients import (
-    GradientReport as GradientReport,
-    Guilty as Guilty,
-    ParameterGradient as ParameterGradient,
-    check_gradients as check_gradients,
-)
-from ._program import Source as Source
-from ._snr import plot_snr as plot_snr, snr as snr
-from ._trace_scales import (
-    FormatShares as FormatShares,
-    ScaleRecord as ScaleRecord,
-    ScaleTrace as ScaleTrace,
-    trace_scales as trace_scales,
-)
+from ._fit_factors import fit_factors as fit_factors, FittedFactors as FittedFactors  # Factors
+from ._snr import snr as snr, plot_snr as plot_snr  # Formats

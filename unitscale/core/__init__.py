@@ -3,37 +3,32 @@
 The rest of the library builds on this package, which needs only jax, numpy and ml_dtypes.
 """
 
-# For users.
-from ._arithmetic import Scale as Scale
-from ._autodiff import (
-    grad as grad,
-    scale as scale,
-    scale_bwd as scale_bwd,
-    scale_fwd as scale_fwd,
-    value_and_grad as value_and_grad,
-)
-from ._convert import (
+from ._scaled_array import ScaledArray as ScaledArray, is_scaled as is_scaled  # Scaled arrays
+from ._convert import as_scaled as as_scaled, to_array as to_array, map_values as map_values
+from ._convert import (  # Scales
+    rescale as rescale,
+    rebalance as rebalance,
     RescaleStrategy as RescaleStrategy,
     amax as amax,
-    as_scaled as as_scaled,
-    map_values as map_values,
-    rebalance as rebalance,
-    rescale as rescale,
     rms as rms,
-    to_array as to_array,
 )
-from ._formats import (
+from ._formats import round_to_pow2 as round_to_pow2, Rounding as Rounding
+from ._arithmetic import Scale as Scale
+from ._formats import (  # Formats and casts
+    cast as cast,
     CastRounding as CastRounding,
     Format as Format,
-    Rounding as Rounding,
-    cast as cast,
     format_of as format_of,
-    round_to_pow2 as round_to_pow2,
 )
-from ._scaled_array import ScaledArray as ScaledArray, is_scaled as is_scaled
-from ._sharding import batch_over as batch_over, batch_size as batch_size
+from ._autodiff import (  # Differentiation
+    grad as grad,
+    value_and_grad as value_and_grad,
+    scale as scale,
+    scale_fwd as scale_fwd,
+    scale_bwd as scale_bwd,
+)
+from ._sharding import batch_size as batch_size, batch_over as batch_over  # Batch size
 
-# isort: split
 # For the other packages of the library.
 from ._arithmetic import (
     as_scale as as_scale,

@@ -21,79 +21,71 @@ Constructors raise ValueError for unknown policies and choices, and for sizes th
 other; calls raise it for shapes that do not fit the layer.
 """
 
-from ._amax import (
-    AmaxState as AmaxState,
-    DotGeneral as DotGeneral,
-    EinsumOp as EinsumOp,
-    Overflow as Overflow,
-    OverflowMonitor as OverflowMonitor,
-    advance as advance,
-    amax_state as amax_state,
-    amax_states as amax_states,
-)
-from ._attention import KVCache as KVCache, MultiHeadAttention as MultiHeadAttention
-from ._convert import (
-    ConfigLike as ConfigLike,
-    Conversion as Conversion,
-    ConversionReport as ConversionReport,
-    StaticWeight as StaticWeight,
-    convert as convert,
-    restore as restore,
-)
-from ._embed import (
-    Embed as Embed,
-    PositionalEmbed as PositionalEmbed,
-    TiedReadout as TiedReadout,
-)
-from ._gradients import (
-    Optimizer as Optimizer,
-    calibrate as calibrate,
-    grad as grad,
-    value_and_grad as value_and_grad,
-)
-from ._linear import (
+from ._linear import (  # Layers
+    Dense as Dense,
+    Linear as Linear,
+    Readout as Readout,
+    Einsum as Einsum,
     Conv as Conv,
     ConvTranspose as ConvTranspose,
-    Dense as Dense,
-    Einsum as Einsum,
-    Linear as Linear,
     LoRA as LoRA,
     LoRALinear as LoRALinear,
-    Readout as Readout,
 )
-from ._mlp import MLP as MLP, ExpertDense as ExpertDense, MoE as MoE
+from ._embed import Embed as Embed, TiedReadout as TiedReadout, PositionalEmbed as PositionalEmbed
 from ._norm import (
-    BatchNorm as BatchNorm,
-    Dropout as Dropout,
-    GroupNorm as GroupNorm,
     LayerNorm as LayerNorm,
     RMSNorm as RMSNorm,
+    GroupNorm as GroupNorm,
+    BatchNorm as BatchNorm,
+    Dropout as Dropout,
 )
-from ._params import unpadded as unpadded
-from ._policy import (
-    POLICIES as POLICIES,
-    Policy as Policy,
-    as_policy as as_policy,
-    set_policies as set_policies,
+from ._mlp import MLP as MLP, MoE as MoE, ExpertDense as ExpertDense  # Transformers
+from ._attention import MultiHeadAttention as MultiHeadAttention, KVCache as KVCache
+from ._transformer import (
+    TransformerLayer as TransformerLayer,
+    TransformerStack as TransformerStack,
+    Residual as Residual,
+    stack_layers as stack_layers,
+    unstack_layers as unstack_layers,
 )
-from ._recurrent import (
+from ._recurrent import (  # Recurrent networks
     RNN as RNN,
+    SimpleCell as SimpleCell,
     GRUCell as GRUCell,
     OptimizedLSTMCell as OptimizedLSTMCell,
     RHNCell as RHNCell,
     RNNCell as RNNCell,
-    SimpleCell as SimpleCell,
 )
-from ._serve import to_static as to_static
-from ._transformer import (
-    Residual as Residual,
-    TransformerLayer as TransformerLayer,
-    TransformerStack as TransformerStack,
-    stack_layers as stack_layers,
-    unstack_layers as unstack_layers,
+from ._policy import (  # Policies
+    Policy as Policy,
+    POLICIES as POLICIES,
+    as_policy as as_policy,
+    set_policies as set_policies,
 )
+from ._gradients import value_and_grad as value_and_grad, grad as grad  # Training
+from ._gradients import Optimizer as Optimizer
+from ._params import unpadded as unpadded
+from ._amax import (  # FP8 scales
+    advance as advance,
+    amax_state as amax_state,
+    amax_states as amax_states,
+    AmaxState as AmaxState,
+    OverflowMonitor as OverflowMonitor,
+    Overflow as Overflow,
+)
+from ._gradients import calibrate as calibrate
+from ._convert import (  # Converting Flax models
+    convert as convert,
+    restore as restore,
+    ConversionReport as ConversionReport,
+    Conversion as Conversion,
+    ConfigLike as ConfigLike,
+)
+from ._amax import DotGeneral as DotGeneral, EinsumOp as EinsumOp
 from ._unit_scale import (
-    Rescaled as Rescaled,
-    UnitScaleReport as UnitScaleReport,
     unit_scale as unit_scale,
+    UnitScaleReport as UnitScaleReport,
+    Rescaled as Rescaled,
 )
+from ._serve import to_static as to_static  # Serving
+from ._convert import StaticWeight as StaticWeight

@@ -19,78 +19,75 @@ Unless a docstring says otherwise:
 Ops support reverse-mode differentiation only; forward mode raises an error.
 """
 
-from ._attention import dot_product_attention as dot_product_attention
-from ._attention_path import (
-    AttentionPath as AttentionPath,
-    Implementation as Implementation,
-    attention_path as attention_path,
-    attention_paths as attention_paths,
-)
-from ._conv import (
-    avg_pool as avg_pool,
-    conv as conv,
-    conv_transpose as conv_transpose,
-    max_pool as max_pool,
-)
-from ._elementwise import (
-    dropout as dropout,
-    elementwise as elementwise,
-    gelu as gelu,
-    gelu_glu as gelu_glu,
-    relu as relu,
-    sigmoid as sigmoid,
-    sigmoid_glu as sigmoid_glu,
-    silu as silu,
-    silu_glu as silu_glu,
-    softmax as softmax,
-    tanh as tanh,
-)
-from ._embed import embed as embed, rotary as rotary, tied_embed as tied_embed
-from ._linear import (
+from ._linear import (  # Matmuls, convolutions and embeddings
     dense as dense,
+    readout as readout,
+    matmul as matmul,
     einsum as einsum,
     lora as lora,
-    matmul as matmul,
-    readout as readout,
 )
-from ._loss import mse_loss as mse_loss, softmax_cross_entropy as softmax_cross_entropy
-from ._moe import (
-    Groups as Groups,
-    Routing as Routing,
-    attach_loss as attach_loss,
-    grouped_dense as grouped_dense,
-    mixture as mixture,
-    route as route,
+from ._conv import conv as conv, conv_transpose as conv_transpose
+from ._embed import embed as embed, tied_embed as tied_embed
+from ._elementwise import (  # Activations, dropout and pooling
+    relu as relu,
+    gelu as gelu,
+    silu as silu,
+    tanh as tanh,
+    sigmoid as sigmoid,
+    gelu_glu as gelu_glu,
+    silu_glu as silu_glu,
+    sigmoid_glu as sigmoid_glu,
+    softmax as softmax,
+    dropout as dropout,
 )
-from ._norm import (
-    batch_norm as batch_norm,
-    batch_statistics as batch_statistics,
-    group_norm as group_norm,
+from ._conv import avg_pool as avg_pool, max_pool as max_pool
+from ._norm import (  # Norms
     layer_norm as layer_norm,
     rms_norm as rms_norm,
+    group_norm as group_norm,
+    batch_norm as batch_norm,
+    batch_statistics as batch_statistics,
 )
-from ._operands import (
-    ArrayLike as ArrayLike,
-    UnitScaled as UnitScaled,
-    scale as scale,
-    scale_bwd as scale_bwd,
-    scale_fwd as scale_fwd,
-    unit_scaled as unit_scaled,
+from ._attention import dot_product_attention as dot_product_attention  # Attention
+from ._embed import rotary as rotary
+from ._attention_path import (
+    attention_path as attention_path,
+    attention_paths as attention_paths,
+    AttentionPath as AttentionPath,
+    Implementation as Implementation,
 )
-from ._readout_cross_entropy import readout_cross_entropy as readout_cross_entropy
-from ._recurrent import (
-    gated_sum as gated_sum,
-    gated_update as gated_update,
-    gru as gru,
-    highway as highway,
-    lstm as lstm,
-    simple_rnn as simple_rnn,
-)
-from ._residual import (
+from ._residual import (  # Sums and residual branches
     add as add,
+    weighted_add as weighted_add,
     fan_out as fan_out,
     residual as residual,
-    residual_add as residual_add,
     residual_split as residual_split,
-    weighted_add as weighted_add,
+    residual_add as residual_add,
 )
+from ._loss import softmax_cross_entropy as softmax_cross_entropy, mse_loss as mse_loss  # Losses
+from ._readout_cross_entropy import readout_cross_entropy as readout_cross_entropy
+from ._moe import (  # Mixture of experts
+    route as route,
+    mixture as mixture,
+    grouped_dense as grouped_dense,
+    attach_loss as attach_loss,
+    Routing as Routing,
+    Groups as Groups,
+)
+from ._recurrent import (  # Recurrent cells
+    simple_rnn as simple_rnn,
+    gru as gru,
+    lstm as lstm,
+    highway as highway,
+    gated_sum as gated_sum,
+    gated_update as gated_update,
+)
+from ._operands import (  # Ops of your own
+    unit_scaled as unit_scaled,
+    UnitScaled as UnitScaled,
+    scale as scale,
+    scale_fwd as scale_fwd,
+    scale_bwd as scale_bwd,
+    ArrayLike as ArrayLike,
+)
+from ._elementwise import elementwise as elementwise

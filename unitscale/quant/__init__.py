@@ -3,29 +3,27 @@
 This package does not know about layers or scaling rules: callers pass factors as static numbers.
 """
 
-# For users.
-from ._check import Fp8Report as Fp8Report, Matmul as Matmul, check_fp8 as check_fp8
-from ._config import (
-    PRESETS as PRESETS,
-    Block as Block,
-    Delayed as Delayed,
-    Dynamic as Dynamic,
+from ._config import (  # Formats and strategies
     MatmulConfig as MatmulConfig,
-    Static as Static,
+    PRESETS as PRESETS,
     Strategy as Strategy,
     Unit as Unit,
+    Static as Static,
+    Delayed as Delayed,
+    Dynamic as Dynamic,
+    Block as Block,
+)
+from ._check import check_fp8 as check_fp8, Fp8Report as Fp8Report, Matmul as Matmul  # FP8 check
+from ._hooks import dot_general as dot_general, einsum as einsum  # Quantized matmuls
+from ._matmul import (
+    scaled_matmul as scaled_matmul,
+    contract as contract,
+    Contraction as Contraction,
 )
 from ._grouped import grouped as grouped
-from ._hooks import dot_general as dot_general, einsum as einsum
-from ._matmul import (
-    Contraction as Contraction,
-    contract as contract,
-    scaled_matmul as scaled_matmul,
-)
-from ._quantize import dequantize as dequantize, quantize as quantize
-from ._state import QuantState as QuantState, StaleScalesWarning as StaleScalesWarning
+from ._quantize import quantize as quantize, dequantize as dequantize  # Quantize
+from ._state import QuantState as QuantState, StaleScalesWarning as StaleScalesWarning  # State
 
-# isort: split
 # For the other packages of the library, and for the benchmarks.
 from ._check import (
     HloInstruction as HloInstruction,
@@ -42,10 +40,7 @@ from ._hooks import (
     einsum_contraction as einsum_contraction,
     einsum_problem as einsum_problem,
 )
-from ._matmul import (
-    Multiplier as Multiplier,
-    fake_quantize_operands as fake_quantize_operands,
-)
+from ._matmul import Multiplier as Multiplier, fake_quantize_operands as fake_quantize_operands
 from ._quantize import (
     MAX_EXPONENT as MAX_EXPONENT,
     quantize_at as quantize_at,

@@ -19,53 +19,44 @@ Parametrization", 2024, arXiv 2407.17465.
 Factors(fwd=0.25, bwd=(0.25, 0.5, 0.5))
 """
 
-# For users.
-from ._attention import (
-    AttentionContext as AttentionContext,
-    NormPlacement as NormPlacement,
-    dot_product_attention as dot_product_attention,
+from ._linear import Factors as Factors, Constraint as Constraint, constrain as constrain  # Factors
+from ._linear import (  # Matmuls, embeddings and norms
+    dense as dense,
+    readout as readout,
+    matmul as matmul,
+    embed as embed,
+    conv as conv,
+    lora as lora,
+    grouped_dense as grouped_dense,
+    recurrent_kernel as recurrent_kernel,
+    norm as norm,
 )
-from ._elementwise import (
-    avg_pool as avg_pool,
-    dropout as dropout,
+from ._elementwise import (  # Activations, pooling and experts
     elementwise as elementwise,
     glu as glu,
+    dropout as dropout,
+    avg_pool as avg_pool,
     max_pool as max_pool,
 )
-from ._linear import (
-    Constraint as Constraint,
-    Factors as Factors,
-    constrain as constrain,
-    conv as conv,
-    dense as dense,
-    embed as embed,
-    grouped_dense as grouped_dense,
-    lora as lora,
-    matmul as matmul,
-    norm as norm,
-    readout as readout,
-    recurrent_kernel as recurrent_kernel,
+from ._softmax import softmax as softmax, router as router, mixture as mixture
+from ._softmax import softmax_cross_entropy as softmax_cross_entropy, mse_loss as mse_loss  # Losses
+from ._attention import (  # Attention
+    dot_product_attention as dot_product_attention,
+    AttentionContext as AttentionContext,
+    NormPlacement as NormPlacement,
 )
-from ._residual import (
-    ResidualScheme as ResidualScheme,
+from ._residual import (  # Sums and residual branches
     add as add,
-    gated_sum as gated_sum,
-    gated_update as gated_update,
+    weighted_add as weighted_add,
     normalized_weights as normalized_weights,
     residual as residual,
     residual_taus as residual_taus,
-    umup_learning_rate as umup_learning_rate,
-    weighted_add as weighted_add,
+    ResidualScheme as ResidualScheme,
+    gated_sum as gated_sum,
+    gated_update as gated_update,
 )
-from ._softmax import (
-    mixture as mixture,
-    mse_loss as mse_loss,
-    router as router,
-    softmax as softmax,
-    softmax_cross_entropy as softmax_cross_entropy,
-)
+from ._residual import umup_learning_rate as umup_learning_rate  # Learning rates
 
-# isort: split
 # For the other packages of the library.
 from ._attention import logit_factor as logit_factor
 from ._residual import (

@@ -8,17 +8,17 @@ from . import (
     _rules_devices as _rules_devices,
     _rules_loops as _rules_loops,
 )
-from ._interpreter import (
-    Default as Default,
-    coverage as coverage,
-    register as register,
-    unlisted as unlisted,
-)
-from ._markers import (
-    cast_data as cast_data,
-    dynamic_rescale as dynamic_rescale,
-    get_data_scale as get_data_scale,
+from ._scalify import scalify as scalify, Scalified as Scalified  # Scale propagation
+from ._markers import (  # Markers
     set_scaling as set_scaling,
+    dynamic_rescale as dynamic_rescale,
+    cast_data as cast_data,
+    get_data_scale as get_data_scale,
     stop_scaling as stop_scaling,
 )
-from ._scalify import Scalified as Scalified, scalify as scalify
+from ._interpreter import (  # Rules
+    coverage as coverage,
+    unlisted as unlisted,
+    register as register,
+    Default as Default,
+)
