@@ -164,9 +164,12 @@ def on_post_page(output, page, config):
 
 
 class DoctestSections(griffe.Extension):
-    """The house writes `Example:`; griffe shows doctests as code under `Examples:` only."""
+    """Shows doctests as code: griffe does so under `Examples:`, and the house writes `Example:`."""
 
     def on_object(self, *, obj, **kwargs):
         if obj.docstring is not None:
-            value = obj.docstring.value
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", value, flags=re.MULTILINE)
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(r"(?m)^>>> (?:.+\n?)+", r"```pycon\n\g<0>\n```", text)
+
+    def on_package(self, *, pkg, **kwargs):
+        self.on_object(obj=pkg)
