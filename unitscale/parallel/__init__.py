@@ -1,4 +1,4 @@
-"""Training on many devices: gradients and weights exchanged in FP8, on JAX's own runtime."""
+"""Training on several devices, with gradients and weights exchanged in FP8."""
 
 from ._auto_scale import AutoScale as AutoScale
 from ._collectives import (
