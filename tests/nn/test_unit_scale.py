@@ -232,8 +232,8 @@ LEFT: list[tuple[str, Callable[[], Any]]] = [
     ("it has a mask", lambda: of(nnx.Conv, 2, 2, 3, mask=jnp.ones((3, 2, 2)))),
     ("a transposed kernel", lambda: of(nnx.ConvTranspose, 2, 2, 3, transpose_kernel=True)),
     ("circular padding", lambda: of(nnx.ConvTranspose, 2, 2, 3, padding="CIRCULAR")),
-    ("axes are not the usual", lambda: of(nnx.LayerNorm, 2, reduction_axes=(-2, -1))),
-    ("axes are not the usual", lambda: of(nnx.BatchNorm, 2, axis=1)),
+    ("axes are not the default", lambda: of(nnx.LayerNorm, 2, reduction_axes=(-2, -1))),
+    ("axes are not the default", lambda: of(nnx.BatchNorm, 2, axis=1)),
     ("it has an axis_name", lambda: of(nnx.BatchNorm, 2, axis_name="d")),
     ("it normalizes queries", lambda: of(nnx.MultiHeadAttention, 2, 4, normalize_qk=True)),
 ]
