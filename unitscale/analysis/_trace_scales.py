@@ -1,4 +1,4 @@
-"""Run a program equation by equation and record the scale of every floating value."""
+"""Run a program equation by equation, and record the scale of every floating value."""
 
 import dataclasses
 import functools
@@ -18,12 +18,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ..core import Format, amax, format_of
 from ._program import Interpreter, Source, bind, inner_program, is_float, source_of, traced
 
-# Squares of small or large numbers leave float32's range: they are summed at these scales as well.
+# Squares of small or large numbers leave the range of float32, so they are also summed times these.
 UP, DOWN = 2.0**60, 2.0**-60
 # Primitives whose results hold the same numbers as an operand.
 _VIEWS = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape"}
 _VIEWS |= {"rev", "slice", "squeeze", "stop_gradient", "transpose"}
-_NAMED = 60  # values up to which each has its name in the plot
+_NAMED = 60  # plots of more values do not label each
 
 
 def extra(where: str, module: str) -> Any:
@@ -52,15 +52,16 @@ class ScaleRecord:
 
     Attributes:
         name: path of an input, or ``result`` and the path of a result; "" for any other value.
-        source: the unitscale op or primitive, and the line of the code.
+        source: the unitscale op or primitive, and the line of code.
         primitive: name of the primitive; "input" for an input.
-        scope: JAX's name stack, which `jax.named_scope` and transformations write.
-        backward: whether a backward pass computed it.
-        shape, dtype: of one execution.
-        executions: how often it was computed: more than once in a loop, 0 in a branch not taken.
-        rms, amax: root mean square and largest magnitude; not finite if an element is not.
+        scope: JAX's name stack, from `jax.named_scope` and transformations.
+        backward: whether the value was computed in a backward pass.
+        shape, dtype: shape and dtype in one execution.
+        executions: number of times that the value was computed: more than 1 in loops, 0 in branches
+            that were not taken.
+        rms, amax: root mean square and largest magnitude; not finite if any element is not.
         zeros: share of elements that are zero.
-        formats: shares by format.
+        formats: for each format, the shares that it would make zero, subnormal or saturated.
     """
 
     name: str
@@ -83,7 +84,7 @@ class ScaleRecord:
 
 
 class ScaleTrace(Sequence[ScaleRecord]):
-    """The records of a program's values in order; `result` holds what the function returned."""
+    """The records of a program's values in order, and the function's ``result``."""
 
     def __init__(self, records: tuple[ScaleRecord, ...], result: Any):
         self.records, self.result = records, result
@@ -99,10 +100,7 @@ class ScaleTrace(Sequence[ScaleRecord]):
 
     def table(self) -> Any:
         """Return a `rich.table.Table` with a row for each value."""
-
-        def percent(share: float) -> str:
-            return "0" if share == 0 else f"{100 * share:.3g}%"
-
+        percent = "{:.3%}".format
         table = extra("ScaleTrace.table", "rich.table").Table(title=repr(self))
         for column in ("value", "pass", "type", "rms", "amax", "zero"):
             table.add_column(column, justify="left" if column in ("value", "pass") else "right")
@@ -124,37 +122,32 @@ class ScaleTrace(Sequence[ScaleRecord]):
         return table
 
     def plot(self) -> Any:
-        """Return a `matplotlib.figure.Figure` of the RMS and amax of each value, on a log2 axis.
+        """Plot the RMS and amax of each value in a `matplotlib.figure.Figure`.
 
         The range of each format is shaded, its normal numbers darker than its subnormal ones.
         """
         count, module = len(self), extra("ScaleTrace.plot", "matplotlib.figure")
         figure = module.Figure((min(20.0, 6 + 0.15 * count), 5), layout="constrained")
         axes = figure.subplots()
-        shown = [i for i, r in enumerate(self) if r.rms > 0 and math.isfinite(r.amax)]
-        levels = [math.log2(v) for i in shown for v in (self[i].rms, self[i].amax)]
-        low, high = min([-8.0, *levels]) - 2, max([4.0, *levels]) + 2
+        shown = {i for i, r in enumerate(self) if r.rms > 0 and math.isfinite(r.amax)}
         for backward, label, color in ((False, "forward", "C0"), (True, "backward", "C1")):
-            places = [i for i in shown if self[i].backward is backward]
-            if places:
-                rms, amax = (
-                    np.log2([getattr(self[i], f) for i in places]) for f in ("rms", "amax")
-                )
+            if places := [i for i in sorted(shown) if self[i].backward is backward]:
+                rms, amax = [self[i].rms for i in places], [self[i].amax for i in places]
                 axes.vlines(places, rms, amax, color=color, alpha=0.35)
                 axes.plot(places, rms, "o", color=color, markersize=4, label=f"{label} RMS")
                 axes.plot(places, amax, "_", color=color, label=f"{label} amax")
-        if lost := sorted({i for i, r in enumerate(self) if r.executions} - set(shown)):
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_yscale("log", base=2)
+        low, high = axes.get_ylim()
+        low, high = min(low, 2.0**-10), max(high, 2.0**6)
+        if lost := [i for i, r in enumerate(self) if r.executions and i not in shown]:
             label = "all zero or not finite"
-            axes.plot(lost, [low + 0.5] * len(lost), "x", color="C3", label=label)
+            axes.plot(lost, [1.5 * low] * len(lost), "x", color="C3", label=label)
         for index, name in enumerate(self[0].formats if count else ()):
-            fmt, color = format_of(name), f"C{index + 4}"
-            edges = np.log2([fmt.smallest_subnormal, fmt.smallest_normal, fmt.max])
-            bottom, normal, top = np.clip(edges, low, high)
-            axes.axhspan(bottom, normal, color=color, alpha=0.05, linewidth=0)
-            axes.axhspan(normal, top, color=color, alpha=0.12, linewidth=0, label=name)
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set(ylim=(low, high), xlim=(-1, max(count, 1)), ylabel="log2 of the value")
-        axes.set_xlabel("value, in program order")
+            fmt, shade = format_of(name), {"color": f"C{index + 4}", "linewidth": 0}
+            axes.axhspan(fmt.smallest_subnormal, fmt.smallest_normal, alpha=0.05, **shade)
+            axes.axhspan(fmt.smallest_normal, fmt.max, alpha=0.12, label=name, **shade)
+        axes.set(ylim=(low, high), xlim=(-1, max(count, 1)), xlabel="value, in program order")
         if 0 < count <= _NAMED:
             axes.set_xticks(range(count), [r.label[-48:] for r in self], rotation=90, fontsize=8)
         if axes.get_legend_handles_labels()[0]:
@@ -168,26 +161,25 @@ def trace_scales(
     formats: Sequence[Any] = ("float16", "e4m3fn", "e5m2"),
     sample: int | None = 2**12,
 ) -> Callable[..., ScaleTrace]:
-    """Return a function that measures every floating value that a function computes.
+    """Return a function that runs ``fn`` and measures every floating value that it computes.
 
     Scaling:
-        amax is taken over all elements and loop iterations; RMS = sqrt(mean(x^2)), the share of
-        zeros, and the shares that each format would make zero or subnormal or saturate over a
-        sample of each array. The RMS of n normal elements has a relative standard error of
-        (2n)^-1/2, 1.1% for the default.
+        amax is exact. RMS = sqrt(mean(x^2)) and shares of elements come from a sample of each
+        array. The RMS of n normal elements has a relative standard error of (2n)^-1/2, 1.1% for the
+        default.
 
     Args:
-        fn: any function that JAX can trace; it calls `jax.grad` itself to show a backward pass.
+        fn: any function that JAX can trace. To see a backward pass, give it a gradient function.
         formats: formats that the values might be stored in.
-        sample: arrays with at least twice as many elements are measured on this many, or up to
-            three times as many, evenly spaced; None measures all elements.
+        sample: number of evenly spaced elements to measure, at least. Arrays with fewer than twice
+            as many, and all arrays for None, are measured as a whole.
 
     Returns:
         A function of the arguments of ``fn``, traced once for arguments of the same types. It
         returns a `ScaleTrace`: records in program order, without values that only rearrange others.
 
     Raises:
-        TypeError: if ``fn`` is no function that JAX can trace.
+        TypeError: if JAX cannot trace ``fn``.
         ValueError: if it has side effects or no floating values, or a format is unknown.
 
     Example:
@@ -242,7 +234,7 @@ def trace_scales(
 
 
 def _site(x: Any, source: Source, primitive: str, scope: str = "", name: str = "") -> dict:
-    """The fields of a `ScaleRecord` that are no statistics."""
+    """Return the fields of a `ScaleRecord` that are not statistics."""
     return {
         "name": name,
         "source": source,
@@ -255,7 +247,7 @@ def _site(x: Any, source: Source, primitive: str, scope: str = "", name: str = "
 
 
 class Watcher(Interpreter):
-    """Execute a program, and collect the rows of statistics of its values and their sites."""
+    """Execute a program, and collect sites (where its values are) and rows of statistics."""
 
     def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: dict[Any, Any]):
         super().__init__()
@@ -263,7 +255,7 @@ class Watcher(Interpreter):
         self.sites: list[dict[str, Any]] = []
         self.rows: list[Any] = []
         self.noted: dict[int, int] = {}  # index of a value's site, by the value's id
-        # Values that depend on no input are constants of the program and are not measured.
+        # Values that depend on no input are not measured; kept here so that ids are not reused.
         self.constants: dict[int, Any] = {}
 
     def measure(self, x: Any, site: dict[str, Any]) -> None:
@@ -285,23 +277,23 @@ class Watcher(Interpreter):
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name, inner = eqn.primitive.name, inner_program(eqn)
         if name == "cond" and (platforms := eqn.params.get("branches_platforms")):
-            # The other branches would not be compiled either.
+            # Run only the branch of this platform, as JAX compiles no other.
             own = jax.default_backend()
             index = next(i for i, names in enumerate(platforms) if names is None or own in names)
             return self.run(eqn.params["branches"][index], operands[1:])
         if inner is not None and name != "shard_map":
             if eqn.params.get("differentiated"):
-                # Computed again in the backward pass, as checkpointing means it to be.
+                # The barrier keeps `jax.checkpoint`'s recomputation separate from the forward pass.
                 operands = list(lax.optimization_barrier(tuple(operands)))
             return self.run(inner, operands)
         if is_control := name in ("scan", "while", "cond"):
             results, rows = self._control(eqn, operands)
             self.rows.append(rows)
-        elif name in ("pallas_call", "shard_map"):  # interpreted without a compiler around them
+        elif name in ("pallas_call", "shard_map"):  # need to be compiled
             results = jax.jit(lambda *xs: bind(eqn, xs, eqn.params))(*operands)
         else:
             results = bind(eqn, operands, eqn.params)
-        for value in results:  # a value that is gone leaves its id to others
+        for value in results:  # a new value may have the id of a deleted one
             self.noted.pop(id(value), None)
         if is_control:
             return results
@@ -332,14 +324,14 @@ class Watcher(Interpreter):
             self.measure(value, site)
 
     def once(self, make: Callable[[], Any]) -> Any:
-        """Return what was made for the equation at hand the first time."""
+        """Return ``make()`` of the first time that the current equation was applied."""
         where = tuple(self.calls)
         if where not in self.memory:
             self.memory[where] = make()
         return self.memory[where]
 
     def _control(self, eqn: Any, operands: list[Any]) -> Any:
-        """Execute control flow, compiled once for all layers that have the same program."""
+        """Execute control flow; programs with the same text are compiled once."""
 
         def once_each(*xs: Any) -> tuple[list[Any], Any]:
             before = len(self.sites)
@@ -367,11 +359,11 @@ class Watcher(Interpreter):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sampled(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
-    """Return magnitudes of a sample, padded by zeros; amax of all; how many are no padding."""
+    """Return magnitudes of a sample, padded by zeros; amax; and the number without padding."""
     sharding = jax.typeof(x).sharding
     measure: Any = functools.partial(_magnitudes, sample=sample)
     if AxisType.Explicit in sharding.mesh.axis_types:
-        # The compiler gathers what devices share as it finds best.
+        # With automatic axes, so that the compiler chooses how to gather.
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         measure = jax.sharding.auto_axes(measure, out_sharding=(whole,) * 3)
     return measure(x)
@@ -382,18 +374,18 @@ def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
     part = x.reshape(-1)
     if sample is not None and x.size >= 2 * sample:
         step = x.size // sample
-        # Odd, so that it meets every column of a matrix whose width is a power of two.
+        # An odd stride visits every column of a matrix whose width is a power of two.
         part = lax.slice(part, (0,), (x.size,), (step - 1 + step % 2,))
-    # Padded to a power of two, so that `_row` is compiled for few sizes.
+    # Pad to a power of two, so that `_row` is compiled for few sizes.
     padding = (1 << max(part.size - 1, 0).bit_length()) - part.size
     return jnp.pad(jnp.abs(part.astype(jnp.float32)), (0, padding)), most, jnp.float32(part.size)
 
 
 @functools.partial(jax.jit, static_argnums=4)
 def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
-    """Return statistics (1, width) of all elements, of which these are the sample.
+    """Return statistics (1, width) of an array of ``size`` elements, estimated from a sample.
 
-    Count; squares at scales 1, `UP` and `DOWN`; zeros; zero, small and large by format; amax.
+    Count; squares times 1, `UP` and `DOWN`; zeros; zero, small and large by format; amax.
     """
     terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
     padded = [0, 0, 0, 1]
@@ -402,7 +394,7 @@ def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format,
         terms += [elements > f.max]
         padded += [1, 1, 0]
     operands = tuple(term.astype(jnp.float32) for term in terms)
-    # One reduction, which reads the sample once.
+    # A single reduction reads the sample once.
     zeros = (np.zeros((), np.float32),) * len(operands)
     sums = lax.reduce(operands, zeros, lambda a, b: tuple(map(lax.add, a, b)), (0,))
     padding, share = elements.size - count, size / jnp.maximum(count, 1)

@@ -154,7 +154,7 @@ def _check_params(params: Any, weights: Any, min_size: int) -> None:
         raise ValueError(
             "unitscale.optim.scaled: params must hold ScaledArrays; got plain arrays only. Call "
             "params = tx.scale_params(params) first, or pass weights=None. nn.Optimizer calls it "
-            "if scaled is outermost: use scaled(optax.chain(clip, inner)), not a chain of scaled. "
+            "if scaled is outermost: clip inside scaled, as in scaled(optax.chain(clip, inner)). "
             f"{WITHIN_SCALIFY}"
         )
 
