@@ -100,7 +100,10 @@ class ScaleTrace(Sequence[ScaleRecord]):
 
     def table(self) -> Any:
         """Return a `rich.table.Table` with a row for each value."""
-        percent = "{:.3%}".format
+
+        def percent(share: float) -> str:
+            return f"{100 * share:.3g}%"
+
         table = extra("ScaleTrace.table", "rich.table").Table(title=repr(self))
         for column in ("value", "pass", "type", "rms", "amax", "zero"):
             table.add_column(column, justify="left" if column in ("value", "pass") else "right")
@@ -147,7 +150,8 @@ class ScaleTrace(Sequence[ScaleRecord]):
             fmt, shade = format_of(name), {"color": f"C{index + 4}", "linewidth": 0}
             axes.axhspan(fmt.smallest_subnormal, fmt.smallest_normal, alpha=0.05, **shade)
             axes.axhspan(fmt.smallest_normal, fmt.max, alpha=0.12, label=name, **shade)
-        axes.set(ylim=(low, high), xlim=(-1, max(count, 1)), xlabel="value, in program order")
+        axes.set(ylim=(low, high), xlim=(-1, max(count, 1)), ylabel="RMS and amax")
+        axes.set_xlabel("value, in program order")
         if 0 < count <= _NAMED:
             axes.set_xticks(range(count), [r.label[-48:] for r in self], rotation=90, fontsize=8)
         if axes.get_legend_handles_labels()[0]:
@@ -261,8 +265,8 @@ class Watcher(Interpreter):
     def measure(self, x: Any, site: dict[str, Any]) -> None:
         """Add a value and its statistics."""
         self.sites.append(site)
-        elements, most, count = _sampled(x, self.sample)
-        self.rows.append(_row(elements, most, np.float32(np.size(x)), count, self.formats))
+        elements, most = _sampled(x, self.sample)
+        self.rows.append(_row(elements, most, np.float32(np.size(x)), self.formats))
 
     def body(self, closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], Any]:
         outer, self.rows = self.rows, [jnp.zeros((0, 6 + 3 * len(self.formats)), jnp.float32)]
@@ -358,19 +362,18 @@ class Watcher(Interpreter):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _sampled(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
-    """Return magnitudes of a sample, padded by zeros; amax; and the number without padding."""
+def _sampled(x: Any, sample: int | None) -> tuple[Any, Any]:
+    """Return the magnitudes of a sample, padded by NaN, and amax."""
     sharding = jax.typeof(x).sharding
     measure: Any = functools.partial(_magnitudes, sample=sample)
     if AxisType.Explicit in sharding.mesh.axis_types:
         # With automatic axes, so that the compiler chooses how to gather.
         whole = NamedSharding(sharding.mesh, PartitionSpec())
-        measure = jax.sharding.auto_axes(measure, out_sharding=(whole,) * 3)
+        measure = jax.sharding.auto_axes(measure, out_sharding=(whole, whole))
     return measure(x)
 
 
-def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
-    most = amax(x).astype(jnp.float32)
+def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any]:
     part = x.reshape(-1)
     if sample is not None and x.size >= 2 * sample:
         step = x.size // sample
@@ -378,28 +381,28 @@ def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
         part = lax.slice(part, (0,), (x.size,), (step - 1 + step % 2,))
     # Pad to a power of two, so that `_row` is compiled for few sizes.
     padding = (1 << max(part.size - 1, 0).bit_length()) - part.size
-    return jnp.pad(jnp.abs(part.astype(jnp.float32)), (0, padding)), most, jnp.float32(part.size)
+    elements = jnp.abs(part.astype(jnp.float32))
+    padded = jnp.pad(elements, (0, padding), constant_values=jnp.nan)
+    return padded, amax(x).astype(jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
+@functools.partial(jax.jit, static_argnums=3)
+def _row(elements: Any, most: Any, size: Any, formats: tuple[Format, ...]) -> Any:
     """Return statistics (1, width) of an array of ``size`` elements, estimated from a sample.
 
     Count; squares times 1, `UP` and `DOWN`; zeros; zero, small and large by format; amax.
     """
+    counted = ~jnp.isnan(elements)
     terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
-    padded = [0, 0, 0, 1]
     for f in formats:
         terms += [elements <= f.smallest_subnormal / 2, elements < f.smallest_normal]
         terms += [elements > f.max]
-        padded += [1, 1, 0]
-    operands = tuple(term.astype(jnp.float32) for term in terms)
+    operands = tuple(jnp.where(counted, x, 0).astype(jnp.float32) for x in (counted, *terms))
     # A single reduction reads the sample once.
     zeros = (np.zeros((), np.float32),) * len(operands)
-    sums = lax.reduce(operands, zeros, lambda a, b: tuple(map(lax.add, a, b)), (0,))
-    padding, share = elements.size - count, size / jnp.maximum(count, 1)
-    columns = [(total - padding * pad) * share for total, pad in zip(sums, padded, strict=True)]
-    return jnp.stack([size, *columns, most])[None]
+    count, *sums = lax.reduce(operands, zeros, lambda a, b: tuple(map(lax.add, a, b)), (0,))
+    share = size / jnp.maximum(count, 1)
+    return jnp.stack([size, *(total * share for total in sums), most])[None]
 
 
 def _with_statistics(
