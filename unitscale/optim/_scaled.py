@@ -444,15 +444,15 @@ def convert_state(state: Any, like: Any) -> Any:
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Return `optax.global_norm` of the values: the root of the sum of all squares."""
+    """Return `optax.global_norm` of a tree with ScaledArrays: the root of the sum of squares."""
     return optax.tree.norm(values(tree))
 
 
 def incremental_update(new: Any, old: Any, step_size: Any) -> Any:
     """Return ``step_size * new + (1 - step_size) * old`` as plain float32 arrays.
 
-    It is `optax.incremental_update` for values. Keep the average ``old`` in float32: 16 bits would
-    lose small steps.
+    It is `optax.incremental_update` for ScaledArrays. Keep the average ``old`` in float32: 16 bits
+    would lose small steps.
 
     Example:
         >>> from unitscale import ScaledArray
@@ -463,14 +463,14 @@ def incremental_update(new: Any, old: Any, step_size: Any) -> Any:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Return `optax.clip_by_global_norm` of values; its updates are plain arrays."""
+    """Return `optax.clip_by_global_norm` for ScaledArrays; its updates are plain arrays."""
     return _by_value(optax.clip_by_global_norm(max_norm))
 
 
 def ema(
     decay: float, debias: bool = True, accumulator_dtype: Any = jnp.float32
 ) -> optax.GradientTransformation:
-    """Return `optax.ema` of values: averages of updates or of parameters, as plain arrays."""
+    """Return `optax.ema` for ScaledArrays: averages of updates or parameters, as plain arrays."""
     return _by_value(optax.ema(decay, debias, accumulator_dtype))
 
 

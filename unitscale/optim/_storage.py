@@ -40,7 +40,7 @@ _UNSAMPLED, _ROW_SAMPLE, _COLUMN_SAMPLE, _ITEM_SAMPLE = 2**16, 2**14, 2**13, 2**
 _ROOM, _ROOM_NARROW, _ROOM_AFTER_GROWTH = 10, 1, 4
 # Exponent assumed for the largest entry if all sampled entries are zero.
 _EXPONENT_OF_UNSEEN = -14
-# For all-zero parameters: float16 then holds first updates of 2^-22 to 2^7 at full precision.
+# Scale of all-zero parameters: float16 holds first updates of 2^-22 to 2^7 at full precision.
 _SCALE_OF_ZEROS = 2.0**-8
 
 
@@ -58,8 +58,8 @@ class Moment:
         twice the largest of them and of all earlier entries; a larger one saturates for some steps.
 
         The root halves the exponents: float8_e4m3fn then covers 2^34 between the largest and the
-        smallest second moment, with a relative error of at most 2^-3. It never rounds to zero: a
-        second moment that reached zero before the first would make the step explode.
+        smallest second moment, with a relative error of at most 2^-3. Nonzero values never round to
+        zero: a second moment that became zero before the first would make the step explode.
 
     Attributes:
         dtype: float8, float16, bfloat16 or float32.

@@ -218,7 +218,10 @@ class Interpreter:
 
 
 def _stretches(jaxpr: Jaxpr) -> tuple[list[int], dict[Any, int], set[Any]]:
-    """Return how many contractions precede equations and variables, and variables read later."""
+    """Return the number of contractions before each equation and variable, and what is read later.
+
+    Variables are read later if an equation after a further contraction reads them.
+    """
     places: list[int] = []
     made: dict[Any, int] = {}
     kept: set[Any] = set()
@@ -234,7 +237,7 @@ def _stretches(jaxpr: Jaxpr) -> tuple[list[int], dict[Any, int], set[Any]]:
 
 
 def _constant(eqn: JaxprEqn, operands: Sequence[Value], result: Any) -> float | None:
-    """Return the number that every element of the result is, if the operand is so constant."""
+    """Return the number that all elements of a result equal, if the operand determines it."""
     same = ("broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type", "pvary")
     if eqn.primitive.name not in same or not jnp.issubdtype(result.dtype, jnp.floating):
         return None

@@ -44,7 +44,7 @@ class Carry(NamedTuple):
         return cls() if value.scale is None else cls(value.dtype, not value.is_stored)
 
     def joined(self, result: Value) -> Carry:
-        """Return the form for both this one and the result of an iteration."""
+        """Return the form that can carry both this form and the result of an iteration."""
         if result.scale is None:
             return self
         if self.dtype is None:

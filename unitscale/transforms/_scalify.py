@@ -250,12 +250,11 @@ def scalify(
         1e-8 is exact, and a cast to float32 changes nothing. Element-wise results and sums, such as
         a softmax, a loss or a variance, are float32 until they are stored. To run matmuls in
         float32 too, begin with ``transforms.cast_data(x, jnp.float32)``, or pass float32 arrays.
-        Differentiating the scaled function gives derivatives with respect to the data; scales are
-        held constant.
+        Derivatives of the scaled function are with respect to the data, at constant scales.
 
-        In float16, entries far smaller than the RMS of their array become 0. Adam divides by
-        squares of gradients, which may do so below 2^-12 of the others: give Adam gradients of
-        similar size, use bfloat16, or scalify only the gradients and update by `optim.scaled`.
+        In float16, entries far smaller than the RMS of their array become 0, such as squares of
+        gradients below 2^-12 of the others, by which Adam divides. Give Adam gradients of similar
+        size, use bfloat16, or scalify only the gradients and update by `optim.scaled`.
 
     Args:
         fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map and

@@ -390,9 +390,8 @@ def data_at(value: Value, scale: Scale, dtype: Any) -> Any:
 def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) -> Any:
     """Return the power of two nearest the RMS (or largest magnitude) of the finite elements.
 
-    It is large enough that ``largest`` times it exceeds every finite element. It is 1 if all finite
-    elements are 0, or if there are more than 2^16 elements with an RMS below about 2^-90. It has no
-    gradient.
+    No finite element exceeds ``largest`` times the result. It is 1 if all finite elements are 0, or
+    if there are more than 2^16 elements with an RMS below about 2^-90. It has no gradient.
     """
     data = lax.stop_gradient(jnp.asarray(data))
     if not data.size:
@@ -420,9 +419,8 @@ def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) 
 def _rms(size: Any) -> Any:
     """Return the RMS of float32 magnitudes; 0 below about 2^-90, where squares underflow.
 
-    Squares of large and of small numbers are summed separately, each scaled so that the sum stays
-    in the range of float32. They are the real and imaginary parts of one complex sum, which XLA
-    fuses with the operation that computes the data.
+    Squares are summed with a factor for large and with one for small numbers. The two sums are one
+    complex sum, which XLA fuses with the operation that computes the data.
     """
     terms = size.size if isinstance(size.size, int) else 2**20  # the size is symbolic in an export
     shift = math.ceil(math.log2(terms) / 2)
