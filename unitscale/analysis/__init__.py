@@ -2,7 +2,8 @@
 
 `trace_scales` measures every value of a program. `check_gradients` verifies that every gradient is
 a constant times the true one, and `cut_edges` finds where a backward factor may be chosen freely.
-Tables need rich, and plots need matplotlib: `pip install rich matplotlib`.
+Both ideas are from Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257. Tables need rich,
+and plots need matplotlib: `pip install rich matplotlib`.
 """
 
 from ._cut_edges import (

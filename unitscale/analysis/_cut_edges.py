@@ -48,12 +48,7 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Intermediate:
-    """A value that the program computes from its inputs, outside of its custom_vjp functions.
-
-    Attributes:
-        source: the unitscale op or primitive that computes it, and the line of code.
-        cut: whether its backward factor is free.
-    """
+    """A value computed outside of custom_vjp functions; ``cut`` tells if its factor is free."""
 
     source: Source
     shape: tuple[int, ...]

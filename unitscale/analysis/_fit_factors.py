@@ -10,11 +10,7 @@ from ..rules import Factors
 
 @dataclasses.dataclass(frozen=True)
 class FittedFactors(rules.Simulation):
-    """The ideal factors of a function, before any constraint: a `rules.Simulation`.
-
-    Attributes:
-        closed_form: the exact factors if unitscale has a rule for the function, else None.
-    """
+    """A `rules.Simulation` (factors before any constraint), with the exact factors if known."""
 
     closed_form: Factors | None
 

@@ -57,11 +57,7 @@ class ParameterGradient:
 
 @dataclasses.dataclass(frozen=True)
 class Guilty:
-    """An op whose backward factor wrongly differs from its forward factor.
-
-    Attributes:
-        ratios: backward factor over forward factor, for each operand that is not a cut edge.
-    """
+    """An op with wrong ratios of backward to forward factors, for operands off cut edges."""
 
     source: Source
     ratios: tuple[float, ...]
@@ -74,11 +70,7 @@ class Guilty:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GradientReport:
-    """The result of `check_gradients`: true if every gradient is right; prints as a table.
-
-    Attributes:
-        loss: value of the loss, computed in float64.
-    """
+    """The result of `check_gradients`: true if every gradient is right; prints as a table."""
 
     parameters: tuple[ParameterGradient, ...]
     guilty: tuple[Guilty, ...]
@@ -116,7 +108,8 @@ def check_gradients(
     Scaling:
         Two gradients are computed in float64 without rounding, so that any policy can be checked,
         also FP8. The computed gradient uses the backward rules of the ops; the true gradient
-        differentiates their forward bodies. If they differ, the report names the ops that cause it.
+        differentiates their forward bodies. If they differ in more than a constant, as by factors
+        that differ off cut edges (`cut_edges`), the report names the ops that cause it.
 
     Args:
         loss: deterministic function ``loss(params, *batch)`` that returns a floating scalar.
@@ -137,9 +130,6 @@ def check_gradients(
         ...     return jnp.sum(jnp.sin(h.value)) + jnp.sum(x * h.value)
         >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
         >>> assert check_gradients(loss, {"w": w}, x)  # w is a cut edge, x a batch
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, proposition on cut edges.
     """
     name = "unitscale.analysis.check_gradients"
     leaves, treedef = jax.tree.flatten((params, batch))

@@ -194,9 +194,6 @@ def trace_scales(
         [('[0]', 1.0), ('[1]', 1.0)]
         >>> any(r.backward for r in trace)
         True
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, figure of scales in training.
     """
     kept = tuple(format_of(f) for f in ((formats,) if isinstance(formats, str) else formats))
     if sample is not None and sample < 1:

@@ -114,9 +114,9 @@ class Overflow(NamedTuple):
 class OverflowMonitor:
     """Count how many elements of a model's quantized tensors saturate, and adjust their scales.
 
-    `value_and_grad` records the counts for strategies that keep state. Uncalibrated ``Static()``
-    computes the same as `Unit`, and is monitored. `rebalance` changes the scales of tensors whose
-    share of saturated elements is above ``limit``. Reading the counts waits for the device.
+    `value_and_grad` records the counts for strategies that keep state. `Unit` keeps none: use
+    ``Static()`` without calibration, which computes the same. `rebalance` changes the scale of a
+    tensor if its share of saturated elements is above ``limit``. Reading waits for the device.
 
     Example:
         >>> from unitscale.nn import value_and_grad

@@ -33,7 +33,7 @@ WITHIN_SCALIFY = (
     "call tx.step outside."
 )
 
-# Arrays with more entries are sampled; sizes of the samples from rows and columns, and per item.
+# Size above which arrays are sampled, and sizes of samples: of rows, of columns, and per item.
 _UNSAMPLED, _ROW_SAMPLE, _COLUMN_SAMPLE, _ITEM_SAMPLE = 2**16, 2**14, 2**13, 2**10
 # Binades of headroom above the largest sampled entry: in formats with 5 exponent bits, in formats
 # with fewer, and in the latter after an entry exceeded its headroom.

@@ -147,7 +147,7 @@ class UmupRates(list[UmupRate]):
     """The learning rates of a model's parameters; prints as a table."""
 
     def start(self, plain: float) -> float:
-        """Return the global rate that is equivalent, for kernels, to a plain model's Adam rate."""
+        """Return the global rate at which kernels learn as in a plain model at Adam's ``plain``."""
         logs = [math.log(rate.plain) for rate in self if rate.role == "weight"]
         return plain / math.exp(sum(logs) / len(logs)) if logs else plain
 
@@ -168,8 +168,8 @@ def umup_rates(params: Any) -> UmupRates:
 
     Scaling:
         A unit-scaled kernel W with fan-in n acts as W n^-1/2 in a plain model, and u-muP multiplies
-        its updates by n^-1/2. So a rate r is equivalent to r / n for the kernel of a plain model:
-        at a width of 256, 0.5 to 2e-3.
+        its updates by n^-1/2. So a rate r is equivalent to r / n for the kernel of a plain model: a
+        rate of 0.5 at a width of 256 is equivalent to 2e-3.
 
     Args:
         params: as for `umup`.

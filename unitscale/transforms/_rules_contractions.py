@@ -44,7 +44,7 @@ STRATEGIES: dict[str, Callable[[str, int], float]] = {
 
 
 def growth_of(strategy: StaticScaling) -> Growth:
-    """Return a function that computes the static growth of a sum as a whole log2.
+    """Return a function from primitive and number of terms to the integer log2 of the growth.
 
     A sum of n independent terms grows by sqrt(n) ("unit"); with "identity" growth is ignored.
     """
