@@ -215,10 +215,8 @@ def _judge(
     names: list[str], given: Any, true: Any, tolerance: float
 ) -> tuple[ParameterGradient, ...]:
     ratios = [Ratio.of(g, t) for g, t in zip(given, true, strict=True)]
-    norms = zip(*((r.given, r.true) for r in ratios), strict=True)
-    least_given, least_true = (
-        _NOTHING * max((n for n in own if math.isfinite(n)), default=0.0) for own in norms
-    )
+    norms = np.array([(r.given, r.true) for r in ratios])
+    least_given, least_true = _NOTHING * norms.max(0, where=np.isfinite(norms), initial=0.0)
     found = []
     for name, (constant, spread, g, t) in zip(names, ratios, strict=True):
         if not math.isfinite(t):
@@ -259,11 +257,10 @@ class Ratio(NamedTuple):
         return cls(constant, float(np.linalg.norm(given - constant * true) / g), g, t)
 
 
-def _gradients_of_op(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Return a custom_vjp's cotangents of each operand, by its own rule and by the true one."""
-    by_operand: list[Any] = [None] * len(operands)
+def _gradients_of_op(eqn: Any, operands: list[Any]) -> dict[int, tuple[Any, Any]]:
+    """Return the cotangents of a custom_vjp's operands by its own rule, and the true ones."""
     if only_rounds(eqn):
-        return by_operand
+        return {}
     avals, results = types_of(eqn.invars), types_of(eqn.outvars)
     floats = [i for i, aval in enumerate(avals) if is_float(aval)]
     kept = [i for i, aval in enumerate(results) if is_float(aval)]
@@ -286,21 +283,17 @@ def _gradients_of_op(eqn: Any, operands: list[Any]) -> list[Any]:
     given = evaluate(closed, *operands, *cotangents)
     body = eqn.params["call_jaxpr"]
     true = pulled_back(lambda *full: evaluate(body, *full), operands, cotangents)
-    for i, g, t in zip(floats, given, true, strict=True):
-        by_operand[i] = (g, t)
-    return by_operand
+    return dict(zip(floats, zip(given, true, strict=True), strict=True))
 
 
-def _blame(graph: Graph, gradients: dict[int, list[Any]]) -> tuple[Guilty, ...]:
+def _blame(graph: Graph, gradients: dict[int, dict[Any, Any]]) -> tuple[Guilty, ...]:
     """Return the ops that break the gradients of a program, given the gradients of each call."""
     edges = graph.live()
     inner = [edge for edge, is_cut in edges if not is_cut]
     wrong: dict[int, list[float]] = {}
     suspects: dict[int, list[tuple[Edge, float]]] = {}
     for edge, is_cut in edges:
-        if edge.op is None or edge.operand is None or edge.op not in gradients:
-            continue
-        if (pair := gradients[edge.op][edge.operand]) is None:
+        if edge.op is None or (pair := gradients.get(edge.op, {}).get(edge.operand)) is None:
             continue
         ratio = Ratio.of(*pair)
         # If the gradient is zero for these values, a factor does no harm.

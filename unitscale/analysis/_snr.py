@@ -61,7 +61,7 @@ def snr(format: Any, scales: Any, *, block: int | None = None) -> np.ndarray:
     return 10 * np.log10(sigma**2 / np.reshape(noise, sigma.shape))
 
 
-def _noise(fmt: Format, sigma: float, limits: Sequence[float] = (math.inf,)) -> np.ndarray:
+def _noise(fmt: Format, sigma: float, limits: Any = (math.inf,)) -> np.ndarray:
     """Return E[(x - round(x))^2; |x| < limit] for x from N(0, sigma^2) and each limit."""
     x = sigma * _POINTS
     exponents = np.maximum(np.frexp(x)[1] - 1, fmt.min_exponent)
