@@ -262,8 +262,7 @@ class Watcher(Interpreter):
     def measure(self, x: Any, site: dict[str, Any]) -> None:
         """Add a value and its statistics."""
         self.sites.append(site)
-        elements, most = _sampled(x, self.sample)
-        self.rows.append(_row(elements, most, np.float32(np.size(x)), self.formats))
+        self.rows.append(_row(x, self.sample, self.formats))
 
     def body(self, closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], Any]:
         outer, self.rows = self.rows, [jnp.zeros((0, 6 + 3 * len(self.formats)), jnp.float32)]
@@ -358,48 +357,38 @@ class Watcher(Interpreter):
         return program(*operands)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _sampled(x: Any, sample: int | None) -> tuple[Any, Any]:
-    """Return the magnitudes of a sample, padded by NaN, and amax."""
-    sharding = jax.typeof(x).sharding
-    measure: Any = functools.partial(_magnitudes, sample=sample)
-    if AxisType.Explicit in sharding.mesh.axis_types:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _row(x: Any, sample: int | None, formats: tuple[Format, ...]) -> Any:
+    """Return statistics (1, width) of an array, estimated from a sample.
+
+    Count; squares times 1, `UP` and `DOWN`; zeros; zero, small and large by format; amax.
+    """
+    mesh, measure = jax.typeof(x).sharding.mesh, functools.partial(_measure, sample, formats)
+    if AxisType.Explicit in mesh.axis_types:
         # With automatic axes, so that the compiler chooses how to gather.
-        whole = NamedSharding(sharding.mesh, PartitionSpec())
-        measure = jax.sharding.auto_axes(measure, out_sharding=(whole, whole))
+        whole = NamedSharding(mesh, PartitionSpec())
+        return jax.sharding.auto_axes(measure, out_sharding=whole)(x)
     return measure(x)
 
 
-def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any]:
+def _measure(sample: int | None, formats: tuple[Format, ...], x: Any) -> Any:
     part = x.reshape(-1)
     if sample is not None and x.size >= 2 * sample:
         step = x.size // sample
         # An odd stride visits every column of a matrix whose width is a power of two.
         part = lax.slice(part, (0,), (x.size,), (step - 1 + step % 2,))
-    # Pad to a power of two, so that `_row` is compiled for few sizes.
-    padding = (1 << max(part.size - 1, 0).bit_length()) - part.size
     elements = jnp.abs(part.astype(jnp.float32))
-    padded = jnp.pad(elements, (0, padding), constant_values=jnp.nan)
-    return padded, amax(x).astype(jnp.float32)
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def _row(elements: Any, most: Any, size: Any, formats: tuple[Format, ...]) -> Any:
-    """Return statistics (1, width) of an array of ``size`` elements, estimated from a sample.
-
-    Count; squares times 1, `UP` and `DOWN`; zeros; zero, small and large by format; amax.
-    """
-    counted = ~jnp.isnan(elements)
     terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
     for f in formats:
         terms += [elements <= f.smallest_subnormal / 2, elements < f.smallest_normal]
         terms += [elements > f.max]
-    operands = tuple(jnp.where(counted, x, 0).astype(jnp.float32) for x in (counted, *terms))
+    operands = tuple(term.astype(jnp.float32) for term in terms)
     # A single reduction reads the sample once.
     zeros = (np.zeros((), np.float32),) * len(operands)
-    count, *sums = lax.reduce(operands, zeros, lambda a, b: tuple(map(lax.add, a, b)), (0,))
-    share = size / jnp.maximum(count, 1)
-    return jnp.stack([size, *(total * share for total in sums), most])[None]
+    sums = lax.reduce(operands, zeros, lambda a, b: tuple(map(lax.add, a, b)), (0,))
+    share = x.size / max(part.size, 1)
+    most = amax(x).astype(jnp.float32)
+    return jnp.stack([jnp.float32(x.size), *(total * share for total in sums), most])[None]
 
 
 def _with_statistics(
