@@ -213,10 +213,10 @@ def trace_scales(
         ]
         for x, (path, _) in zip(inputs, leaves, strict=True):
             if is_float(x):
-                site = _site(x, Source("input", ""), "input", name=keystr(path[1:]))
-                watcher.measure(x, site)
+                name = keystr(path[1:])
+                watcher.measure(x, _record(x, Source("input", ""), "input", name=name))
         results = watcher.run(program.jaxpr, inputs)
-        if not watcher.sites:
+        if not watcher.records:
             raise ValueError(
                 "unitscale.analysis.trace_scales: expected a function with floating values; got "
                 "one that computes none from its arguments. Integers have no scale."
@@ -224,44 +224,38 @@ def trace_scales(
         paths = jax.tree_util.tree_leaves_with_path(program.out_info)
         for value, (path, _) in zip(results, paths, strict=True):
             if (index := watcher.noted.get(id(value))) is not None:
-                watcher.sites[index] = watcher.sites[index] | {"name": f"result{keystr(path)}"}
+                record = watcher.records[index]
+                watcher.records[index] = dataclasses.replace(record, name=f"result{keystr(path)}")
         rows = np.concatenate(jax.device_get(watcher.rows)).astype(np.float64)
-        sites = zip(watcher.sites, rows, strict=True)
-        records = tuple(_with_statistics(site, row, kept) for site, row in sites)
+        pairs = zip(watcher.records, rows, strict=True)
+        records = tuple(_with_statistics(record, row, kept) for record, row in pairs)
         result = jax.tree.unflatten(jax.tree.structure(program.out_info), results)
         return ScaleTrace(records, result)
 
     return measured
 
 
-def _site(x: Any, source: Source, primitive: str, scope: str = "", name: str = "") -> dict:
-    """Return the fields of a `ScaleRecord` that are not statistics."""
-    return {
-        "name": name,
-        "source": source,
-        "primitive": primitive,
-        "scope": scope,
-        "backward": "transpose(" in scope,
-        "shape": tuple(x.shape),
-        "dtype": x.dtype.name,
-    }
+def _record(x: Any, source: Source, primitive: str, scope: str = "", name: str = "") -> ScaleRecord:
+    """Return the record of a value, without its statistics."""
+    about = name, source, primitive, scope, "transpose(" in scope, tuple(x.shape), x.dtype.name
+    return ScaleRecord(*about, executions=0, rms=0.0, amax=0.0, zeros=0.0, formats={})
 
 
 class Watcher(Interpreter):
-    """Execute a program, and collect sites (where its values are) and rows of statistics."""
+    """Execute a program, and collect records of its values, and rows of their statistics."""
 
     def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: dict[Any, Any]):
         super().__init__()
         self.formats, self.sample, self.memory = formats, sample, memory
-        self.sites: list[dict[str, Any]] = []
+        self.records: list[ScaleRecord] = []
         self.rows: list[Any] = []
-        self.noted: dict[int, int] = {}  # index of a value's site, by the value's id
+        self.noted: dict[int, int] = {}  # index of a value's record, by the value's id
         # Values that depend on no input are not measured; kept here so that ids are not reused.
         self.constants: dict[int, Any] = {}
 
-    def measure(self, x: Any, site: dict[str, Any]) -> None:
+    def measure(self, x: Any, record: ScaleRecord) -> None:
         """Add a value and its statistics."""
-        self.sites.append(site)
+        self.records.append(record)
         self.rows.append(_row(x, self.sample, self.formats))
 
     def body(self, closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -314,14 +308,14 @@ class Watcher(Interpreter):
             if is_float(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar"
         ]
 
-        def sites() -> list[dict[str, Any]]:
+        def records() -> list[ScaleRecord]:
             scope = "/".join(part for e in self.calls if (part := str(e.source_info.name_stack)))
             source = source_of(*reversed(self.calls))
-            return [_site(var.aval, source, eqn.primitive.name, scope) for var, _ in found]
+            return [_record(var.aval, source, eqn.primitive.name, scope) for var, _ in found]
 
-        for (_, value), site in zip(found, self.once(sites), strict=True):
-            self.noted[id(value)] = len(self.sites)
-            self.measure(value, site)
+        for (_, value), record in zip(found, self.once(records), strict=True):
+            self.noted[id(value)] = len(self.records)
+            self.measure(value, record)
 
     def once(self, make: Callable[[], Any]) -> Any:
         """Return ``make()`` of the first time that the current equation was applied."""
@@ -334,26 +328,26 @@ class Watcher(Interpreter):
         """Execute control flow; programs with the same text are compiled once."""
 
         def once_each(*xs: Any) -> tuple[list[Any], Any]:
-            before = len(self.sites)
+            before = len(self.records)
             results, rows = self.control(eqn, [*xs])
-            del self.sites[before + len(rows) :]  # JAX may have traced a body several times
+            del self.records[before + len(rows) :]  # JAX may have traced a body several times
             return results, rows
 
         if any(isinstance(x, Tracer) for x in operands):
             return once_each(*operands)
 
-        def compiled() -> tuple[Any, list[dict[str, Any]]]:
-            before = len(self.sites)
+        def compiled() -> tuple[Any, list[ScaleRecord]]:
+            before = len(self.records)
             lowered = jax.jit(once_each).lower(*operands)
-            sites = self.sites[before:]
-            del self.sites[before:]
+            records = self.records[before:]
+            del self.records[before:]
             key = lowered.as_text(), *(getattr(x, "sharding", None) for x in operands)
             if key not in self.memory:
                 self.memory[key] = lowered.compile()
-            return self.memory[key], sites
+            return self.memory[key], records
 
-        program, sites = self.once(compiled)
-        self.sites += sites
+        program, records = self.once(compiled)
+        self.records += records
         return program(*operands)
 
 
@@ -392,7 +386,7 @@ def _measure(sample: int | None, formats: tuple[Format, ...], x: Any) -> Any:
 
 
 def _with_statistics(
-    site: dict[str, Any], row: np.ndarray, formats: tuple[Format, ...]
+    record: ScaleRecord, row: np.ndarray, formats: tuple[Format, ...]
 ) -> ScaleRecord:
     count, squares, small, large, zeros, *rest, most = row.tolist()
     safe = max(count, 1.0)
@@ -404,9 +398,9 @@ def _with_statistics(
     for index, fmt in enumerate(formats):
         lost, below, above = (part / safe for part in rest[3 * index : 3 * index + 3])
         shares[fmt.name] = FormatShares(zero=lost, subnormal=below - lost, saturated=above)
-    return ScaleRecord(
-        **site,
-        executions=round(count / max(math.prod(site["shape"]), 1)),
+    return dataclasses.replace(
+        record,
+        executions=round(count / max(math.prod(record.shape), 1)),
         rms=math.sqrt(squares / safe) if math.isfinite(most) else most,
         amax=most,
         zeros=zeros / safe,
