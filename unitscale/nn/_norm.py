@@ -113,9 +113,8 @@ class GroupNorm(_Norm):
         both = num_groups is not None and group_size is not None
         if both or divisor is None or divisor < 1 or num_features % divisor:
             raise ValueError(
-                "unitscale.nn.GroupNorm: give either num_groups or group_size, and None for the "
-                "other; it must divide num_features; got "
-                f"{num_groups}, {group_size}, {num_features}"
+                "unitscale.nn.GroupNorm: of num_groups and group_size one must be None, and the "
+                f"other divide num_features; got {num_groups}, {group_size}, {num_features}"
             )
         self.num_groups = num_features // divisor if num_groups is None else num_groups
         super().__init__(num_features, epsilon=epsilon, **options)
