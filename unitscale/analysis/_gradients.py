@@ -57,7 +57,7 @@ class ParameterGradient:
 
 @dataclasses.dataclass(frozen=True)
 class Guilty:
-    """An op with wrong ratios of backward to forward factors, for operands off cut edges."""
+    """An op whose backward factors wrongly differ from its forward factor, by these ratios."""
 
     source: Source
     ratios: tuple[float, ...]

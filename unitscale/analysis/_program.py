@@ -297,7 +297,7 @@ class Exact(Interpreter):
             )
         if inner is not None:
             return self.run(inner, operands)
-        if name.startswith("scatter"):  # the equation's own addition is not float64
+        if name.startswith("scatter"):  # the equation's own update function is not in float64
             names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             scatter = getattr(lax, name.replace("-", "_"))
             return [scatter(*operands, **{n: eqn.params[n] for n in names})]

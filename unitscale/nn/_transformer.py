@@ -64,7 +64,7 @@ class TransformerLayer(nnx.Module):
         norm: "rms" or "layer".
         norm_placement: "pre" (inside the branch), "post" (after the sum) or "none".
         activation: as in `MLP`; ``mlp_mult`` multiplies its argument.
-        mlp: makes the second branch, called like `MLP`: ``functools.partial(MoE, experts=8)``, say.
+        mlp: constructor of the second branch, such as ``functools.partial(MoE, experts=8)``.
         dropout_rate: rate of dropout on attention weights and on both branches' outputs.
     """
 

@@ -201,7 +201,7 @@ def internal(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> An
 
 @register("control flow", "cond")
 def cond(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """Switch between scaled branches; a result that any branch scales leaves all of them wide."""
+    """Switch between scaled branches; a result that is scaled in any of them is wide in all."""
     index, *operands = values
     packed = pack(operands)
     branches = [trace(interpreter.settings, b, packed) for b in eqn.params["branches"]]
