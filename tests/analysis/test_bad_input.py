@@ -116,7 +116,7 @@ def test_what_cannot_be_traced(name, fn, message) -> None:
 def test_the_users_own_errors_are_shown_as_they_are() -> None:
     with pytest.raises(TypeError, match="dot_general requires contracting"):
         cut_edges(lambda x: x @ jnp.ones((7, 7)), X)
-    with pytest.raises(TypeError, match="expected arrays as arguments"):
+    with pytest.raises(TypeError, match="not a valid JAX type"):
         cut_edges(lambda x: "text", X)
     with pytest.raises(ValueError, match="expected floating parameters; got 0 leaves"):
         check_gradients(lambda params, x: jnp.sum(x), {}, X)

@@ -117,5 +117,5 @@ def test_arguments_are_numbered_as_jax_does() -> None:
     x, w = jnp.ones((2, 4)), jnp.ones((4, 4))
     last = cut_edges(loss, x, w, argnums=-1)
     assert last == cut_edges(loss, x, w, argnums=1) != cut_edges(loss, x, w)
-    with pytest.raises(ValueError, match=r"of which there are 2; got 2, -3"):
+    with pytest.raises(ValueError, match=r"must number the 2 arguments; got 2, -3"):
         cut_edges(loss, x, w, argnums=(0, 2, -3))

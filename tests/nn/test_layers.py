@@ -292,7 +292,7 @@ def test_views_are_as_those_of_flax() -> None:
     with pytest.raises(ValueError, match="Unused keys"):
         nnx.view(model, determinstic=True)
     shown = nnx.view_info(model)
-    assert "nothing is dropped" in shown
+    assert "dropout is off" in shown
     assert "running averages" in shown
 
 

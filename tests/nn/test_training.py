@@ -261,7 +261,7 @@ def test_calibration_without_a_loss_is_forward_only() -> None:
         assert (found[0] != 1, found[2]) == (True, 1), path
     with pytest.raises(TypeError) as told:
         nn.calibrate(Net(), [(X, X[:, 0])])
-    assert "got a tuple of 2. Give loss=" in told.value.__notes__[-1]
+    assert "got a tuple of 2. For batches with labels" in told.value.__notes__[-1]
 
 
 # Overflow.

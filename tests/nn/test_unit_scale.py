@@ -103,7 +103,7 @@ def test_a_parameter_of_two_layers_stays_one() -> None:
     for keep_function in (True, False):
         scaled, report = nn.unit_scale(model, keep_function=keep_function, rngs=nnx.Rngs(1))
         assert report.changed == ("pair.0", "pair.1")
-        assert set(report.skipped.values()) == {"embed.embedding is head.kernel too"}
+        assert set(report.skipped.values()) == {"embed.embedding is shared with head.kernel"}
         assert scaled.head.kernel is scaled.embed.embedding
         if keep_function:
             found, expected = nnx.jit(lambda *models: [m(IDS % 4) for m in models])(scaled, model)
@@ -232,8 +232,8 @@ LEFT: list[tuple[str, Callable[[], Any]]] = [
     ("it has a mask", lambda: of(nnx.Conv, 2, 2, 3, mask=jnp.ones((3, 2, 2)))),
     ("a transposed kernel", lambda: of(nnx.ConvTranspose, 2, 2, 3, transpose_kernel=True)),
     ("circular padding", lambda: of(nnx.ConvTranspose, 2, 2, 3, padding="CIRCULAR")),
-    ("axes are not the usual", lambda: of(nnx.LayerNorm, 2, reduction_axes=(-2, -1))),
-    ("axes are not the usual", lambda: of(nnx.BatchNorm, 2, axis=1)),
+    ("axes are not the default", lambda: of(nnx.LayerNorm, 2, reduction_axes=(-2, -1))),
+    ("axes are not the default", lambda: of(nnx.BatchNorm, 2, axis=1)),
     ("it has an axis_name", lambda: of(nnx.BatchNorm, 2, axis_name="d")),
     ("it normalizes queries", lambda: of(nnx.MultiHeadAttention, 2, 4, normalize_qk=True)),
 ]
@@ -259,9 +259,9 @@ class Own(nnx.Module):
 def test_parameters_of_modules_are_reported() -> None:
     _, report = nn.unit_scale(Own(), rngs=nnx.Rngs(1))
     assert report.changed == ("dense",)
-    assert {path: reason[:13] for path, reason in report.skipped.items()} == {
-        "": "its own token",
-        "gains": "its own 0: wr",
+    assert {path: reason[:14] for path, reason in report.skipped.items()} == {
+        "": "it holds token",
+        "gains": "it holds 0: re",
     }
 
 

@@ -1,8 +1,9 @@
-"""See what the factors and number formats of a program do.
+"""Analyze the scales, factors and number formats of a program.
 
-`cut_edges` shows where backward factors are free, and `check_gradients` proves that those in use
-leave every gradient a constant times the truth. `trace_scales` measures each value of a program.
-Tables need rich and plots matplotlib: `pip install rich matplotlib`.
+`trace_scales` measures every value of a program. `check_gradients` verifies that every gradient is
+a constant times the true one, and `cut_edges` finds where a backward factor may be chosen freely.
+Both ideas are from Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257. Tables need rich,
+and plots need matplotlib: `pip install rich matplotlib`.
 """
 
 from ._trace_scales import (  # Scales of a program

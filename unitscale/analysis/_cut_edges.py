@@ -1,7 +1,7 @@
-"""Cut edges: where a backward factor of its own leaves every gradient a constant times the truth.
+"""Find cut edges, where a separate backward factor changes gradients only by a constant.
 
-They are the bridges of the graph of values and operations: all paths to the loss from above a
-bridge cross it, so a factor on its cotangent changes all gradients there by one constant.
+Cut edges are the bridges of the graph of values and operations. All paths from the inputs before a
+bridge to the loss cross it, so a factor there multiplies their gradients by the same constant.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ _NO_GRADIENT = {"stop_gradient", "sign", "floor", "ceil", "round", "nextafter"}
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An input of the program: its path in the arguments, and the shape and dtype of its array.
+    """An input of the program, named by its path in the arguments.
 
     Attributes:
-        uses: number of operations that its gradient is summed from.
+        uses: number of operations that read the input; its gradient is the sum of theirs.
         cut: whether all of them read it through cut edges, so that its backward factor is free.
     """
 
@@ -48,12 +48,7 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Intermediate:
-    """A value that the program computes from its inputs, outside of its custom_vjp functions.
-
-    Attributes:
-        source: the unitscale op or primitive that computes it, and the line of the code.
-        cut: whether a backward factor applied to it is free.
-    """
+    """A value computed outside of custom_vjp functions; ``cut`` tells if its factor is free."""
 
     source: Source
     shape: tuple[int, ...]
@@ -63,7 +58,7 @@ class Intermediate:
 
 @dataclasses.dataclass(frozen=True)
 class CutEdges:
-    """Differentiable inputs of a program and the values between them and its outputs, in order."""
+    """The differentiable inputs of a program, and the values computed from them, in order."""
 
     inputs: tuple[Input, ...]
     intermediates: tuple[Intermediate, ...]
@@ -85,15 +80,15 @@ def cut_edges(
     """Find the cut edges of the forward graph of a function.
 
     Scaling:
-        On a cut edge the backward factor may differ from the forward one, and the constraint of an
-        op may be None; on every other edge they must agree. Only paths that a gradient takes count:
-        integers and `stop_gradient` carry none.
+        On a cut edge the backward factor may differ from the forward factor, so an op may have
+        ``constraint=None``; on all other edges the two must be equal. Only paths of gradients
+        count: integers and `stop_gradient` carry none.
 
     Args:
         fn: function that JAX can trace.
         *args: its arguments: arrays, or anything with shape and dtype.
-        argnums: the arguments that are differentiated; all by default. An input that is not, such
-            as a batch, closes no cycle.
+        argnums: the arguments to differentiate; all by default. Paths from other arguments, such as
+            a batch, do not count.
 
     Raises:
         TypeError: if ``fn`` cannot be traced.
@@ -116,8 +111,8 @@ def cut_edges(
     numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if wrong := [n for n in numbers if not -len(args) <= n < len(args)]:
         raise ValueError(
-            "unitscale.analysis.cut_edges: argnums must number the arguments, of which there are "
-            f"{len(args)}; got {', '.join(map(str, wrong))}"
+            f"unitscale.analysis.cut_edges: argnums must number the {len(args)} arguments; got "
+            f"{', '.join(map(str, wrong))}"
         )
     chosen = {n % len(args) for n in numbers}
     leaves = leaves_of(args)
@@ -151,7 +146,7 @@ def _kind(var: Any) -> tuple[tuple[int, ...], str]:
 
 
 class Edge(NamedTuple):
-    """A directed edge; ``op`` and ``operand`` are set where it enters a custom_vjp function."""
+    """A directed edge. If it enters a custom_vjp function, ``op`` and ``operand`` are set."""
 
     start: int
     end: int
@@ -160,17 +155,17 @@ class Edge(NamedTuple):
 
 
 class Value(NamedTuple):
-    """The vertex of a value, None if it carries no gradient, and the value where it is known."""
+    """The vertex of a value (None if it carries no gradient), and the value itself if known."""
 
     node: int | None
     x: Any = None
 
 
 class Graph(Interpreter):
-    """The graph of a program; vertices are numbers, and every output leads to vertex 0.
+    """The graph of a program. Vertices are numbers; every output has an edge to vertex 0.
 
-    Calls and custom functions are opened. The body of a loop is in the graph once, with an edge
-    from each carried result back to its operand.
+    The graph includes the bodies of calls and custom functions. It has the body of a loop once,
+    with an edge from each carried result back to its operand.
     """
 
     def __init__(
@@ -182,9 +177,9 @@ class Graph(Interpreter):
     ):
         super().__init__()
         self.edges: list[Edge] = []
-        # By vertex, the equation of each value, the calls around it, and its variable.
+        # For each vertex of a value: its equation and the calls around it, and its variable.
         self.values: dict[int, tuple[tuple[Any, ...], Any]] = {}
-        # The outermost custom_vjp functions, and what ``measure(eqn, operands)`` returned for each.
+        # The outermost custom_vjp functions, and the result of ``measure(eqn, operands)`` for each.
         self.ops: list[Any] = []
         self.measured: dict[int, Any] = {}
         self.measure, self.exact, self.inside = measure, Exact(), False
@@ -197,7 +192,7 @@ class Graph(Interpreter):
         self.connect(self.run(closed, inputs), 0)
 
     def live(self) -> list[tuple[Edge, bool]]:
-        """Return the edges on paths from inputs to outputs, and whether each is a cut edge."""
+        """Return the edges on paths from inputs to outputs, each with whether it is a cut edge."""
         below = _reached(self.edges, [v for v in self.inputs if v is not None])
         above = _reached([Edge(e.end, e.start) for e in self.edges], [0])
         both = below & above
@@ -247,7 +242,7 @@ class Graph(Interpreter):
     def operation(
         self, eqn: Any, operands: Sequence[Value], results: Sequence[Any] | None = None
     ) -> list[int | None]:
-        """Add an operation, with an edge to each of its results that has a gradient."""
+        """Add an operation, with an edge to each result that has a gradient."""
         nodes: list[int | None] = []
         vertex = next(self.vertices)
         self.connect(operands, vertex)
@@ -260,7 +255,7 @@ class Graph(Interpreter):
         return nodes
 
     def custom_vjp(self, eqn: Any, operands: list[Value]) -> list[int | None]:
-        """Open a function; each operand enters by an edge of its own."""
+        """Add the body of a function, which each operand enters by a separate edge."""
         number = len(self.ops)
         self.ops.append(eqn)
         xs = [value.x for value in operands]
@@ -275,7 +270,7 @@ class Graph(Interpreter):
         nodes = [value.node for value in self.run(eqn.params["call_jaxpr"], ports)]
         self.inside = False
         if all(node is None for node in nodes):
-            # It rounds or has no derivative otherwise, but is differentiable by its own rule.
+            # The body has no derivative, as if it rounds, but the function has a rule.
             return self.operation(eqn, ports)
         for node, var in zip(nodes, eqn.outvars, strict=True):
             if node is not None:
@@ -283,7 +278,7 @@ class Graph(Interpreter):
         return nodes
 
     def scan(self, params: dict[str, Any], operands: list[Value]) -> list[int | None]:
-        """Add a scan by its first iteration."""
+        """Add the first iteration of a scan."""
         first, carried = scan_counts(params)
         start, last = -1 if params["reverse"] else 0, first + carried
         xs = [
@@ -295,7 +290,7 @@ class Graph(Interpreter):
     def loop(
         self, body: ClosedJaxpr, operands: list[Value], first: int, last: int
     ) -> list[int | None]:
-        """Add a body whose operands from ``first`` to ``last`` are carried."""
+        """Add the body of a loop that carries its operands from ``first`` to ``last``."""
         inner = list(operands)
         for index in range(first, last):
             inner[index] = Value(None, operands[index].x)
@@ -325,8 +320,9 @@ def _reached(edges: Iterable[Edge], start: Sequence[int]) -> set[int]:
 def bridges(edges: Sequence[tuple[int, int]]) -> list[int]:
     """Return the positions of the edges of an undirected graph whose removal disconnects it.
 
-    An edge of a spanning forest is a bridge unless an edge outside of the forest crosses it. Those
-    edges have random words; the XOR of all words at a subtree is that of the edges that leave it.
+    An edge of a spanning forest is a bridge unless another edge connects its two sides. Each edge
+    outside of the forest gets a random word, which is XORed at both of its ends. The XOR over a
+    subtree is then 0 (almost surely only) if no such edge leaves the subtree.
     """
     around: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index, (a, b) in enumerate(edges):

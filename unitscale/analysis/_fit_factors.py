@@ -1,4 +1,4 @@
-"""Factors of a user's own function, by simulation."""
+"""Find the factors of any function by simulation."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,11 +10,7 @@ from ..rules import Factors
 
 @dataclasses.dataclass(frozen=True)
 class FittedFactors(rules.Simulation):
-    """The ideal factors of a function, before any constraint: a `rules.Simulation`.
-
-    Attributes:
-        closed_form: the exact factors, where a rule is known; else None.
-    """
+    """A `rules.Simulation` (factors before any constraint), with the exact factors if known."""
 
     closed_form: Factors | None
 
@@ -35,16 +31,17 @@ def fit_factors(
 ) -> FittedFactors:
     """Find the forward and backward factors of an op or loss by `rules.simulate`.
 
-    `ops.unit_scaled` makes an op of them.
+    `ops.unit_scaled` makes a unit-scaled op from a function and such factors.
 
     Args:
-        fn: differentiable function that returns one floating array; a scalar is a loss.
-        example: its arguments. Only the shapes of floating ones count; others are passed unchanged.
+        fn: differentiable function that returns one floating array; a scalar counts as a loss.
+        example: sequence of arguments. Floating arrays among them are replaced by random ones of
+            the same shape; others are passed unchanged.
         seeds: number of draws, at least 2.
 
     Raises:
-        TypeError: if ``fn`` is no function that JAX can trace, ``example`` is one array, or the
-            result is not one floating array.
+        TypeError: if JAX cannot trace ``fn``, ``example`` is a single array, or the result is not
+            one floating array.
         ValueError: if no argument is floating, the function has side effects, or the result or a
             gradient is constant or not finite.
 

@@ -1,8 +1,8 @@
-"""Check that unit scaling leaves every gradient a constant times the true one, or blame an op.
+"""Check that every gradient is a constant times the true one, and find the ops that break it.
 
-Along every edge the given cotangent is a ratio times the true one. All gradients are right exactly
-if the logarithms of the ratios off cut edges are the differences of a potential. An op is blamed if
-its ratio is not 1 and does not cancel with the ratios of others.
+Along every edge, the computed cotangent is the true one times a ratio. All gradients are right if
+and only if the logarithms of the ratios off cut edges are differences of a potential. An op is
+reported if its ratio is not 1 and does not cancel with the ratios of other ops.
 """
 
 import dataclasses
@@ -30,23 +30,23 @@ from ._program import (
 )
 
 _SOUND = ("right", "no gradient")
-# Gradients this much smaller than the largest are what rounding in float64 leaves of zero.
+# Gradients this much smaller than the largest count as zero, up to rounding in float64.
 _NOTHING = 1e-11
-# Factors are rounded to float32, and a few of them are multiplied in an op.
+# Tolerance of ratios, because an op multiplies a few factors that are rounded to float32.
 _TOLERANCE = 1e-5
 _MOST_SUSPECTS = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterGradient:
-    """Findings for one parameter.
+    """The result for one parameter, named by its path.
 
     Attributes:
-        name: its path.
-        verdict: "right"; "no gradient" if both are zero; "truth not finite" if the given one cannot
-            be judged; or "lost", "negative", "wrong direction", "not of the loss", "not finite".
-        constant: the given gradient over the true one.
-        spread: share of the given gradient that is no multiple of the true one.
+        verdict: "right"; "no gradient" if the computed and the true gradient are zero; "truth not
+            finite" if the true one is not; or the error: "lost" (only the computed one is zero),
+            "not of the loss" (only the true one is), "negative", "wrong direction", "not finite".
+        constant: the computed gradient divided by the true one.
+        spread: share of the computed gradient that is not a multiple of the true one.
     """
 
     name: str
@@ -57,11 +57,7 @@ class ParameterGradient:
 
 @dataclasses.dataclass(frozen=True)
 class Guilty:
-    """An op whose backward factor differs from its forward one where it may not.
-
-    Attributes:
-        ratios: backward factor over forward factor, of each operand that is not a cut edge.
-    """
+    """An op whose backward factors wrongly differ from its forward factor, by these ratios."""
 
     source: Source
     ratios: tuple[float, ...]
@@ -74,11 +70,7 @@ class Guilty:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GradientReport:
-    """The result of `check_gradients`: true if every gradient is right, and a table as text.
-
-    Attributes:
-        loss: value of the loss, without rounding.
-    """
+    """The result of `check_gradients`: true if every gradient is right; prints as a table."""
 
     parameters: tuple[ParameterGradient, ...]
     guilty: tuple[Guilty, ...]
@@ -101,12 +93,10 @@ class GradientReport:
         if self._broken and not self.guilty:
             lines.append("no single op was found to break it")
         if any(p.verdict == "truth not finite" for p in self.parameters):
-            lines.append(
-                "where the truth is not finite no gradient can be judged: use other values"
-            )
+            lines.append("truth not finite: the true gradient is not finite, so use other values")
         return "\n".join(lines)
 
-    def __repr__(self) -> str:  # what pytest shows of a failed assertion
+    def __repr__(self) -> str:  # shown by pytest if an assertion fails
         return f"GradientReport: {'right' if self else 'wrong'}\n{self}"
 
 
@@ -116,21 +106,22 @@ def check_gradients(
     """Check that each parameter's gradient is a positive constant times the true gradient.
 
     Scaling:
-        Both gradients are computed in float64 without rounding, so that any policy can be checked,
-        FP8 included: the given one runs the backward rules of the ops, the true one differentiates
-        their forward bodies. Where they differ, the report names the ops that cause it.
+        Two gradients are computed in float64 without rounding, so that any policy can be checked,
+        also FP8. The computed gradient uses the backward rules of the ops; the true gradient
+        differentiates their forward bodies. If they differ in more than a constant, as by factors
+        that differ off cut edges (`cut_edges`), the report names the ops that cause it.
 
     Args:
-        loss: ``loss(params, *batch)``, a floating scalar, deterministic.
-        params: tree of arrays or ScaledArrays; floating leaves are checked, of a ScaledArray the
-            data with its scale held fixed.
+        loss: deterministic function ``loss(params, *batch)`` that returns a floating scalar.
+        params: tree of arrays or ScaledArrays, whose floating leaves are checked. Of ScaledArrays
+            the data is checked, at a constant scale.
         *batch: further arguments, which are not differentiated.
-        tolerance: largest spread of a gradient that is right.
+        tolerance: largest spread of a right gradient.
 
     Raises:
         TypeError: if ``loss`` cannot be traced.
-        ValueError: if it is no floating scalar, has side effects, there is no floating parameter,
-            or the arguments or the loss are not finite.
+        ValueError: if the loss is not a floating scalar or has side effects, no parameter is
+            floating, or the arguments or the loss are not finite.
 
     Example:
         >>> from unitscale import ops
@@ -139,9 +130,6 @@ def check_gradients(
         ...     return jnp.sum(jnp.sin(h.value)) + jnp.sum(x * h.value)
         >>> x, w = jnp.ones((2, 3)), jnp.ones((3, 3))
         >>> assert check_gradients(loss, {"w": w}, x)  # w is a cut edge, x a batch
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, proposition on cut edges.
     """
     name = "unitscale.analysis.check_gradients"
     leaves, treedef = jax.tree.flatten((params, batch))
@@ -158,8 +146,8 @@ def check_gradients(
             chosen.append(index)
     if not chosen:
         raise ValueError(
-            f"{name}: expected floating parameters; got {count} leaves, none of them "
-            "floating. Pass the tree that is differentiated, such as nnx.state(model, nnx.Param)."
+            f"{name}: expected floating parameters; got {count} leaves, none of them floating. "
+            "Pass the tree to differentiate, such as nnx.state(model, nnx.Param)."
         )
     for label, leaf in zip(names, args, strict=True):
         x = np.asarray(leaf)
@@ -212,8 +200,8 @@ def check_gradients(
 
 
 def _run(f: Callable[..., Any], closed: Any, args: list[Any]) -> Any:
-    """Run an analysis of a program, compiled without optimization as it runs once."""
-    if _has_while(closed.jaxpr):  # reverse mode has to know how often such a loop runs
+    """Run an analysis of a program, compiled without optimization because it runs once."""
+    if _has_while(closed.jaxpr):  # reverse mode has to count the iterations
         return f(*args)
     return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})(*args)
 
@@ -227,10 +215,8 @@ def _judge(
     names: list[str], given: Any, true: Any, tolerance: float
 ) -> tuple[ParameterGradient, ...]:
     ratios = [Ratio.of(g, t) for g, t in zip(given, true, strict=True)]
-    norms = zip(*((r.given, r.true) for r in ratios), strict=True)
-    least_given, least_true = (
-        _NOTHING * max((n for n in own if math.isfinite(n)), default=0.0) for own in norms
-    )
+    norms = np.array([(r.given, r.true) for r in ratios])
+    least_given, least_true = _NOTHING * norms.max(0, where=np.isfinite(norms), initial=0.0)
     found = []
     for name, (constant, spread, g, t) in zip(names, ratios, strict=True):
         if not math.isfinite(t):
@@ -252,7 +238,7 @@ def _judge(
 
 
 class Ratio(NamedTuple):
-    """Constant and spread as in `ParameterGradient`, and the norms of both gradients."""
+    """Constant and spread (see `ParameterGradient`), and the norms of both gradients."""
 
     constant: float
     spread: float
@@ -271,11 +257,10 @@ class Ratio(NamedTuple):
         return cls(constant, float(np.linalg.norm(given - constant * true) / g), g, t)
 
 
-def _gradients_of_op(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Pull a cotangent back to each operand of a custom_vjp by its own and the true derivative."""
-    by_operand: list[Any] = [None] * len(operands)
+def _gradients_of_op(eqn: Any, operands: list[Any]) -> dict[int, tuple[Any, Any]]:
+    """Return the cotangents of a custom_vjp's operands by its own rule, and the true ones."""
     if only_rounds(eqn):
-        return by_operand
+        return {}
     avals, results = types_of(eqn.invars), types_of(eqn.outvars)
     floats = [i for i, aval in enumerate(avals) if is_float(aval)]
     kept = [i for i, aval in enumerate(results) if is_float(aval)]
@@ -298,24 +283,20 @@ def _gradients_of_op(eqn: Any, operands: list[Any]) -> list[Any]:
     given = evaluate(closed, *operands, *cotangents)
     body = eqn.params["call_jaxpr"]
     true = pulled_back(lambda *full: evaluate(body, *full), operands, cotangents)
-    for i, g, t in zip(floats, given, true, strict=True):
-        by_operand[i] = (g, t)
-    return by_operand
+    return dict(zip(floats, zip(given, true, strict=True), strict=True))
 
 
-def _blame(graph: Graph, gradients: dict[int, list[Any]]) -> tuple[Guilty, ...]:
-    """Return the ops that break the gradients of a program, by those of each call."""
+def _blame(graph: Graph, gradients: dict[int, dict[Any, Any]]) -> tuple[Guilty, ...]:
+    """Return the ops that break the gradients of a program, given the gradients of each call."""
     edges = graph.live()
     inner = [edge for edge, is_cut in edges if not is_cut]
     wrong: dict[int, list[float]] = {}
     suspects: dict[int, list[tuple[Edge, float]]] = {}
     for edge, is_cut in edges:
-        if edge.op is None or edge.operand is None or edge.op not in gradients:
-            continue
-        if (pair := gradients[edge.op][edge.operand]) is None:
+        if edge.op is None or (pair := gradients.get(edge.op, {}).get(edge.operand)) is None:
             continue
         ratio = Ratio.of(*pair)
-        # Where no gradient flows for these values, a factor does no harm.
+        # If the gradient is zero for these values, a factor does no harm.
         if not math.isfinite(ratio.true) or ratio.given == ratio.true == 0:
             continue
         if not ratio.constant > 0 or ratio.spread > _TOLERANCE:
@@ -328,14 +309,14 @@ def _blame(graph: Graph, gradients: dict[int, list[Any]]) -> tuple[Guilty, ...]:
         source = source_of(graph.ops[call])
         if call in wrong:
             constants = tuple(wrong[call])
-            advice = "its backward pass is no positive multiple of its derivative: correct its rule"
+            advice = "its rule does not give a positive multiple of its derivative: correct it"
         else:
             constants = tuple(constant for _, constant in suspects[call])
             advice = _advice(graph, inner, source, [edge for edge, _ in suspects[call]])
         known = found[source].ratios if source in found else ()
         if call not in wrong and known and not set(constants) <= set(known):
             advice = (
-                "one line is called on inputs of several sizes: trace the loss within "
+                "this line is called with inputs of several sizes: trace the loss within "
                 "unitscale.batch_size(n), with n near the largest of them"
             )
         found[source] = Guilty(source, (*known, *constants), advice)
@@ -343,7 +324,7 @@ def _blame(graph: Graph, gradients: dict[int, list[Any]]) -> tuple[Guilty, ...]:
 
 
 def _unexplained(edges: list[Edge], suspects: dict[int, list[tuple[Edge, float]]]) -> set[int]:
-    """Return the calls whose ratios stay inconsistent, alone and with up to two others."""
+    """Return the calls whose ratios cancel neither alone nor with those of one or two others."""
     parent: dict[int, int] = {}
 
     def root(vertex: int) -> int:
@@ -364,7 +345,7 @@ def _unexplained(edges: list[Edge], suspects: dict[int, list[tuple[Edge, float]]
         incidence[row, vertices[root(edge.start)]] += 1
         incidence[row, vertices[root(edge.end)]] -= 1
         logs[row, list(suspects).index(call)] = math.log(ratio)
-    # The residual of the logarithms after subtracting the nearest differences of a potential.
+    # The rest of the logarithms after subtracting the nearest differences of a potential.
     rest = logs - incidence @ (np.linalg.pinv(incidence) @ logs) if steps else logs
     left = set(range(len(suspects)))
     for size in (1, 2, 3):
@@ -380,8 +361,8 @@ def _advice(graph: Graph, inner: list[Edge], source: Source, edges: list[Edge]) 
     starts = {edge.start for edge in edges}
     if any(v in graph.inputs and sum(e.start == v for e in inner) > 1 for v in starts):
         return (
-            "a parameter is used several times with different factors: make them agree, by "
-            "unitscale.batch_size(n) around the loss if inputs of several sizes meet it"
+            "a parameter is used several times with different factors: make them equal, by "
+            "unitscale.batch_size(n) around the loss if it is used with inputs of several sizes"
         )
     if source.op.startswith("residual"):
         return "use ops.residual, or residual_split and residual_add with the same tau"

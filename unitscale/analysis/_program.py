@@ -1,4 +1,4 @@
-"""Jaxprs: where their equations come from, and interpreters of them, one of them in float64."""
+"""Sources of a jaxpr's equations, and interpreters of jaxprs, one of which uses float64."""
 
 import functools
 import os
@@ -20,12 +20,12 @@ _NN = os.path.join(_LIBRARY, "nn", "")
 
 
 class Source(NamedTuple):
-    """Where an equation came from.
+    """The source of an operation of a program.
 
     Attributes:
-        op: name of the unitscale op that made it, or of its primitive.
-        line: ``file:line (function)`` of the user's code, else of the library's; "" if unknown.
-        layer: classes of the unitscale layers between the two, such as ``"MLP/Dense"``, or "".
+        op: name of the unitscale op that it is a part of, else of its primitive.
+        line: ``file:line (function)`` in the user's code, else in the library; "" if unknown.
+        layer: classes of the unitscale layers that call the op, such as ``"MLP/Dense"``, or "".
     """
 
     op: str
@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
 
 def source_of(*eqns: Any) -> Source:
-    """Return the source of the first equation; the others are the calls around it, inner first."""
+    """Return the source of the first equation; the others are the calls around it, inmost first."""
     source = _source_of_one(eqns[0])
     for eqn in eqns[1:]:
         if source.line:
@@ -59,7 +59,7 @@ def _source_of_one(eqn: Any) -> Source:
         function = frame.function_name.split(".")[0]
         if not frame.file_name.startswith(foreign):
             return Source(op, where, "/".join(reversed(layers)))
-        # The outermost function of the ops is the one that was called: dense, not its helper.
+        # The outermost function in `ops` is the op that the user called, not a helper.
         if frame.file_name.startswith(_OPS) and not layers and not function.startswith("_"):
             op = function
         is_class = frame.file_name.startswith(_NN) and function[:1].isupper()
@@ -71,7 +71,7 @@ def _source_of_one(eqn: Any) -> Source:
 
 
 def traced(where: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Traced:
-    """Trace a user's function, once for arguments of the same types; reject side effects."""
+    """Trace a user's function, once per types of arguments; reject side effects."""
     name = f"unitscale.analysis.{where}"
     if not callable(fn):
         raise TypeError(f"{name}: expected a function; got {type(fn).__name__}")
@@ -84,11 +84,6 @@ def traced(where: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax
                 f"{name}: expected a function that JAX can trace; got one that needs the values of "
                 f"its arguments ({first}). Use jax.lax.cond or jnp.where for choices."
             ) from error
-        if "abstract array" in first or "JAX type" in first:
-            raise TypeError(
-                f"{name}: expected arrays as arguments and results; got something else ({first}). "
-                "Close over what is not an array."
-            ) from error
         raise
     if program.jaxpr.effects:
         effects = sorted({type(effect).__name__ for effect in program.jaxpr.effects})
@@ -100,7 +95,7 @@ def traced(where: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax
 
 
 def leaves_of(tree: Any) -> list[tuple[Any, str]]:
-    """Return the path of each leaf; of a ScaledArray's, its own path and "data" or "scale"."""
+    """Return the path of each leaf, and "data" or "scale" if it is a part of a ScaledArray."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled)
     return [
         (path, part[0].name if part else "")
@@ -110,7 +105,7 @@ def leaves_of(tree: Any) -> list[tuple[Any, str]]:
 
 
 def is_float(x: Any) -> bool:
-    """Return whether an array or type of one has derivatives."""
+    """Return whether an array or an array's type is floating."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
@@ -127,7 +122,7 @@ def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]
 
 
 def inner_program(eqn: Any) -> ClosedJaxpr | None:
-    """Return the program that an equation applies to its operands as a whole, if it has one."""
+    """Return the inner program that an equation applies to all of its operands, if any."""
     if eqn.primitive.name in ("reduce", "reduce_window", "scan", "while", "pallas_call"):
         return None
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
@@ -142,10 +137,10 @@ def inner_program(eqn: Any) -> ClosedJaxpr | None:
 
 
 class Interpreter:
-    """Run a jaxpr equation by equation; subclasses define what an equation does to their values."""
+    """Run a jaxpr equation by equation; subclasses define how equations act on their values."""
 
     def __init__(self) -> None:
-        # The equation that is applied, and those that it is inside of, the outermost first.
+        # The equation being applied and the calls that it is inside of, outermost first.
         self.calls: list[Any] = []
 
     def constant(self, x: Any, aval: Any) -> Any:
@@ -156,7 +151,7 @@ class Interpreter:
         raise NotImplementedError
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-        """Return the results of a program; a value is dropped after its last use."""
+        """Return the results of a program; delete each value after its last use."""
         jaxpr = closed.jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         for var, x in zip(jaxpr.constvars, closed.consts, strict=True):
@@ -178,11 +173,11 @@ class Interpreter:
         return [read(atom) for atom in jaxpr.outvars]
 
     def body(self, closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Run a body of control flow; return its results and statistics, here none."""
+        """Run a body of control flow; return its results and statistics (None here)."""
         return self.run(closed, args), None
 
     def combined(self, rows: Any) -> Any:
-        """Combine the statistics of iterations, which are along the first axis."""
+        """Combine the statistics of iterations along the first axis."""
         return rows
 
     def control(self, eqn: Any, operands: list[Any]) -> tuple[list[Any], Any]:
@@ -218,7 +213,7 @@ class Interpreter:
 
         types = jax.eval_shape(step, operands[second:])[1]
         state = operands[second:], jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), types)
-        try:  # one turn after another where values are known, as reverse mode needs it
+        try:  # reverse mode needs a Python loop, which needs known values
             while bool(proceeds(state)):
                 state = turn(state)
             return state
@@ -242,15 +237,15 @@ class Interpreter:
 
 
 def wide(x: Any) -> Any:
-    """Return a floating array in float64, and any other value as it is."""
+    """Return a floating array in float64, and any other value unchanged."""
     return lax.convert_element_type(x, jnp.float64) if is_float(x) else x
 
 
 def evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluate a program in float64 without rounding; call it under `jax.enable_x64(True)`.
 
-    Casts and rounding are identities. Functions with a custom_vjp are replaced by their forward
-    bodies, so that the derivative of the result is the true one; custom_jvp rules are kept.
+    Casts and rounding do nothing. Functions with a custom_vjp are replaced by their forward bodies,
+    so that differentiating the result gives the true derivative; custom_jvp rules are kept.
     """
     arrays = [jnp.asarray(x) if isinstance(x, float | int) else x for x in args]
     return Exact().run(closed, [wide(x) for x in arrays])
@@ -258,13 +253,13 @@ def evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
 
 @functools.cache
 def _names_of_rounding() -> set[str]:
-    """Names of the functions in jaxprs that do nothing but round."""
+    """Return the names in jaxprs of the functions that only round."""
     eqns = jax.make_jaxpr(lambda x: dithered(cast(x, "E4M3"), 2))(1.0).eqns
     return {p.jaxpr.debug_info.func_name for eqn in eqns if (p := inner_program(eqn)) is not None}
 
 
 def only_rounds(eqn: Any) -> bool:
-    """Return whether an equation is `cast` or `dithered`, and not a derivative of it."""
+    """Return whether an equation is `cast` or `dithered`, and not the derivative of one."""
     inner = inner_program(eqn)
     if inner is None or inner.jaxpr.debug_info.func_name not in _names_of_rounding():
         return False
@@ -275,7 +270,7 @@ def only_rounds(eqn: Any) -> bool:
 
 
 class Exact(Interpreter):
-    """Evaluates programs in float64."""
+    """Evaluate programs in float64."""
 
     def constant(self, x: Any, aval: Any) -> Any:
         if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -297,19 +292,19 @@ class Exact(Interpreter):
             return self._reduce(eqn, operands)
         if name == "shard_map":
             raise ValueError(
-                "unitscale.analysis: expected a program on one device; got one with shard_map, "
-                "whose collectives have no meaning there. Analyse the function inside of it."
+                "unitscale.analysis: expected a program on one device; got one with shard_map. "
+                "Analyze the function inside of it."
             )
         if inner is not None:
             return self.run(inner, operands)
-        if name.startswith("scatter"):  # the equation holds an addition of its own type
+        if name.startswith("scatter"):  # the equation's own update function is not in float64
             names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             scatter = getattr(lax, name.replace("-", "_"))
             return [scatter(*operands, **{n: eqn.params[n] for n in names})]
         return [wide(r) for r in _bind_wide(eqn, operands)]
 
     def _reduce(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        """Join one element after the other, which has a derivative."""
+        """Reduce by a scan over the elements, which has a derivative."""
         half, dims = len(operands) // 2, eqn.params["dimensions"]
         join = jnp.vectorize(lambda *both: tuple(self.run(eqn.params["jaxpr"], both)))
         moved = [jnp.moveaxis(x, dims, range(len(dims))) for x in operands[:half]]
@@ -321,7 +316,7 @@ class Exact(Interpreter):
 
 
 def _bind_wide(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Apply a primitive in float64, or in its own types where it must see their bits."""
+    """Apply a primitive in float64, or in its own types if it reads their bits."""
 
     def widened(value: Any) -> Any:
         try:
@@ -333,7 +328,7 @@ def _bind_wide(eqn: Any, operands: list[Any]) -> list[Any]:
     if eqn.primitive.name != "bitcast_convert_type":
         params = {name: widened(value) for name, value in eqn.params.items()}
         if "precision" in params:
-            params["precision"] = None  # it may ask for operands to be rounded
+            params["precision"] = None  # some precisions round the operands
         try:
             return bind(eqn, operands, params)
         except (TypeError, ValueError, NotImplementedError):
@@ -346,14 +341,14 @@ def _bind_wide(eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _custom_jvp(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Evaluate a function with its own rule, such as that of relu at zero."""
+    """Evaluate a function, and keep its custom_jvp rule, such as that of relu at zero."""
     closed, avals = eqn.params["call_jaxpr"], types_of(eqn.invars)
     _, rule = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
     float0 = jax.dtypes.float0  # the type of tangents of integers
     tangents = [a if is_float(a) else jax.ShapeDtypeStruct(a.shape, float0) for a in avals]
     try:
         with_tangents = jax.make_jaxpr(rule.call_wrapped)(*avals, *tangents)
-    except TypeError:  # FP8 matmuls reject second derivatives; here nothing is rounded
+    except TypeError:  # FP8 matmuls reject second derivatives; differentiate their bodies instead
         return Exact().run(closed, operands)
     function = jax.custom_jvp(lambda *xs: Exact().run(closed, xs))
 

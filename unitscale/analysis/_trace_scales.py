@@ -1,4 +1,4 @@
-"""Run a program equation by equation and record the scale of every floating value."""
+"""Run a program equation by equation, and record the scale of every floating value."""
 
 import dataclasses
 import functools
@@ -18,12 +18,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from ..core import Format, amax, format_of
 from ._program import Interpreter, Source, bind, inner_program, is_float, source_of, traced
 
-# Squares of small or large numbers leave float32's range: they are summed at these scales as well.
+# Squares of small or large numbers leave the range of float32, so they are also summed times these.
 UP, DOWN = 2.0**60, 2.0**-60
 # Primitives whose results hold the same numbers as an operand.
 _VIEWS = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape"}
 _VIEWS |= {"rev", "slice", "squeeze", "stop_gradient", "transpose"}
-_NAMED = 60  # values up to which each has its name in the plot
+_NAMED = 60  # plots of more values do not label each
 
 
 def extra(where: str, module: str) -> Any:
@@ -52,15 +52,16 @@ class ScaleRecord:
 
     Attributes:
         name: path of an input, or ``result`` and the path of a result; "" for any other value.
-        source: the unitscale op or primitive, and the line of the code.
+        source: the unitscale op or primitive, and the line of code.
         primitive: name of the primitive; "input" for an input.
-        scope: JAX's name stack, which `jax.named_scope` and transformations write.
-        backward: whether a backward pass computed it.
-        shape, dtype: of one execution.
-        executions: how often it was computed: more than once in a loop, 0 in a branch not taken.
-        rms, amax: root mean square and largest magnitude; not finite if an element is not.
+        scope: JAX's name stack, from `jax.named_scope` and transformations.
+        backward: whether the value was computed in a backward pass.
+        shape, dtype: shape and dtype in one execution.
+        executions: number of times that the value was computed: more than 1 in loops, 0 in branches
+            that were not taken.
+        rms, amax: root mean square and largest magnitude; not finite if any element is not.
         zeros: share of elements that are zero.
-        formats: shares by format.
+        formats: for each format, the shares that it would make zero, subnormal or saturated.
     """
 
     name: str
@@ -83,7 +84,7 @@ class ScaleRecord:
 
 
 class ScaleTrace(Sequence[ScaleRecord]):
-    """The records of a program's values in order; `result` holds what the function returned."""
+    """The records of a program's values in order, and the function's ``result``."""
 
     def __init__(self, records: tuple[ScaleRecord, ...], result: Any):
         self.records, self.result = records, result
@@ -101,7 +102,7 @@ class ScaleTrace(Sequence[ScaleRecord]):
         """Return a `rich.table.Table` with a row for each value."""
 
         def percent(share: float) -> str:
-            return "0" if share == 0 else f"{100 * share:.3g}%"
+            return f"{100 * share:.3g}%"
 
         table = extra("ScaleTrace.table", "rich.table").Table(title=repr(self))
         for column in ("value", "pass", "type", "rms", "amax", "zero"):
@@ -124,36 +125,32 @@ class ScaleTrace(Sequence[ScaleRecord]):
         return table
 
     def plot(self) -> Any:
-        """Return a `matplotlib.figure.Figure` of the RMS and amax of each value, on a log2 axis.
+        """Plot the RMS and amax of each value in a `matplotlib.figure.Figure`.
 
         The range of each format is shaded, its normal numbers darker than its subnormal ones.
         """
         count, module = len(self), extra("ScaleTrace.plot", "matplotlib.figure")
         figure = module.Figure((min(20.0, 6 + 0.15 * count), 5), layout="constrained")
         axes = figure.subplots()
-        shown = [i for i, r in enumerate(self) if r.rms > 0 and math.isfinite(r.amax)]
-        levels = [math.log2(v) for i in shown for v in (self[i].rms, self[i].amax)]
-        low, high = min([-8.0, *levels]) - 2, max([4.0, *levels]) + 2
+        shown = {i for i, r in enumerate(self) if r.rms > 0 and math.isfinite(r.amax)}
         for backward, label, color in ((False, "forward", "C0"), (True, "backward", "C1")):
-            places = [i for i in shown if self[i].backward is backward]
-            if places:
-                rms, amax = (
-                    np.log2([getattr(self[i], f) for i in places]) for f in ("rms", "amax")
-                )
+            if places := [i for i in sorted(shown) if self[i].backward is backward]:
+                rms, amax = [self[i].rms for i in places], [self[i].amax for i in places]
                 axes.vlines(places, rms, amax, color=color, alpha=0.35)
                 axes.plot(places, rms, "o", color=color, markersize=4, label=f"{label} RMS")
                 axes.plot(places, amax, "_", color=color, label=f"{label} amax")
-        if lost := sorted({i for i, r in enumerate(self) if r.executions} - set(shown)):
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_yscale("log", base=2)
+        low, high = axes.get_ylim()
+        low, high = min(low, 2.0**-10), max(high, 2.0**6)
+        if lost := [i for i, r in enumerate(self) if r.executions and i not in shown]:
             label = "all zero or not finite"
-            axes.plot(lost, [low + 0.5] * len(lost), "x", color="C3", label=label)
+            axes.plot(lost, [1.5 * low] * len(lost), "x", color="C3", label=label)
         for index, name in enumerate(self[0].formats if count else ()):
-            fmt, color = format_of(name), f"C{index + 4}"
-            edges = np.log2([fmt.smallest_subnormal, fmt.smallest_normal, fmt.max])
-            bottom, normal, top = np.clip(edges, low, high)
-            axes.axhspan(bottom, normal, color=color, alpha=0.05, linewidth=0)
-            axes.axhspan(normal, top, color=color, alpha=0.12, linewidth=0, label=name)
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set(ylim=(low, high), xlim=(-1, max(count, 1)), ylabel="log2 of the value")
+            fmt, shade = format_of(name), {"color": f"C{index + 4}", "linewidth": 0}
+            axes.axhspan(fmt.smallest_subnormal, fmt.smallest_normal, alpha=0.05, **shade)
+            axes.axhspan(fmt.smallest_normal, fmt.max, alpha=0.12, label=name, **shade)
+        axes.set(ylim=(low, high), xlim=(-1, max(count, 1)), ylabel="RMS and amax")
         axes.set_xlabel("value, in program order")
         if 0 < count <= _NAMED:
             axes.set_xticks(range(count), [r.label[-48:] for r in self], rotation=90, fontsize=8)
@@ -168,26 +165,25 @@ def trace_scales(
     formats: Sequence[Any] = ("float16", "e4m3fn", "e5m2"),
     sample: int | None = 2**12,
 ) -> Callable[..., ScaleTrace]:
-    """Return a function that measures every floating value that a function computes.
+    """Return a function that runs ``fn`` and measures every floating value that it computes.
 
     Scaling:
-        amax is taken over all elements and loop iterations; RMS = sqrt(mean(x^2)), the share of
-        zeros, and the shares that each format would make zero or subnormal or saturate over a
-        sample of each array. The RMS of n normal elements has a relative standard error of
-        (2n)^-1/2, 1.1% for the default.
+        amax is exact. RMS = sqrt(mean(x^2)) and shares of elements come from a sample of each
+        array. The RMS of n normal elements has a relative standard error of (2n)^-1/2, 1.1% for the
+        default.
 
     Args:
-        fn: any function that JAX can trace; it calls `jax.grad` itself to show a backward pass.
+        fn: any function that JAX can trace. To see a backward pass, give it a gradient function.
         formats: formats that the values might be stored in.
-        sample: arrays with at least twice as many elements are measured on this many, or up to
-            three times as many, evenly spaced; None measures all elements.
+        sample: number of evenly spaced elements to measure, at least. Arrays with fewer than twice
+            as many, and all arrays for None, are measured as a whole.
 
     Returns:
         A function of the arguments of ``fn``, traced once for arguments of the same types. It
         returns a `ScaleTrace`: records in program order, without values that only rearrange others.
 
     Raises:
-        TypeError: if ``fn`` is no function that JAX can trace.
+        TypeError: if JAX cannot trace ``fn``.
         ValueError: if it has side effects or no floating values, or a format is unknown.
 
     Example:
@@ -198,9 +194,6 @@ def trace_scales(
         [('[0]', 1.0), ('[1]', 1.0)]
         >>> any(r.backward for r in trace)
         True
-
-    References:
-        Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, figure of scales in training.
     """
     kept = tuple(format_of(f) for f in ((formats,) if isinstance(formats, str) else formats))
     if sample is not None and sample < 1:
@@ -220,10 +213,10 @@ def trace_scales(
         ]
         for x, (path, _) in zip(inputs, leaves, strict=True):
             if is_float(x):
-                site = _site(x, Source("input", ""), "input", name=keystr(path[1:]))
-                watcher.measure(x, site)
+                name = keystr(path[1:])
+                watcher.measure(x, _record(x, Source("input", ""), "input", name=name))
         results = watcher.run(program.jaxpr, inputs)
-        if not watcher.sites:
+        if not watcher.records:
             raise ValueError(
                 "unitscale.analysis.trace_scales: expected a function with floating values; got "
                 "one that computes none from its arguments. Integers have no scale."
@@ -231,46 +224,39 @@ def trace_scales(
         paths = jax.tree_util.tree_leaves_with_path(program.out_info)
         for value, (path, _) in zip(results, paths, strict=True):
             if (index := watcher.noted.get(id(value))) is not None:
-                watcher.sites[index] = watcher.sites[index] | {"name": f"result{keystr(path)}"}
+                record = watcher.records[index]
+                watcher.records[index] = dataclasses.replace(record, name=f"result{keystr(path)}")
         rows = np.concatenate(jax.device_get(watcher.rows)).astype(np.float64)
-        sites = zip(watcher.sites, rows, strict=True)
-        records = tuple(_with_statistics(site, row, kept) for site, row in sites)
+        pairs = zip(watcher.records, rows, strict=True)
+        records = tuple(_with_statistics(record, row, kept) for record, row in pairs)
         result = jax.tree.unflatten(jax.tree.structure(program.out_info), results)
         return ScaleTrace(records, result)
 
     return measured
 
 
-def _site(x: Any, source: Source, primitive: str, scope: str = "", name: str = "") -> dict:
-    """The fields of a `ScaleRecord` that are no statistics."""
-    return {
-        "name": name,
-        "source": source,
-        "primitive": primitive,
-        "scope": scope,
-        "backward": "transpose(" in scope,
-        "shape": tuple(x.shape),
-        "dtype": x.dtype.name,
-    }
+def _record(x: Any, source: Source, primitive: str, scope: str = "", name: str = "") -> ScaleRecord:
+    """Return the record of a value, without its statistics."""
+    about = name, source, primitive, scope, "transpose(" in scope, tuple(x.shape), x.dtype.name
+    return ScaleRecord(*about, executions=0, rms=0.0, amax=0.0, zeros=0.0, formats={})
 
 
 class Watcher(Interpreter):
-    """Execute a program, and collect the rows of statistics of its values and their sites."""
+    """Execute a program, and collect records of its values, and rows of their statistics."""
 
     def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: dict[Any, Any]):
         super().__init__()
         self.formats, self.sample, self.memory = formats, sample, memory
-        self.sites: list[dict[str, Any]] = []
+        self.records: list[ScaleRecord] = []
         self.rows: list[Any] = []
-        self.noted: dict[int, int] = {}  # index of a value's site, by the value's id
-        # Values that depend on no input are constants of the program and are not measured.
+        self.noted: dict[int, int] = {}  # index of a value's record, by the value's id
+        # Values that depend on no input are not measured; kept here so that ids are not reused.
         self.constants: dict[int, Any] = {}
 
-    def measure(self, x: Any, site: dict[str, Any]) -> None:
+    def measure(self, x: Any, record: ScaleRecord) -> None:
         """Add a value and its statistics."""
-        self.sites.append(site)
-        elements, most, count = _sampled(x, self.sample)
-        self.rows.append(_row(elements, most, np.float32(np.size(x)), count, self.formats))
+        self.records.append(record)
+        self.rows.append(_row(x, self.sample, self.formats))
 
     def body(self, closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], Any]:
         outer, self.rows = self.rows, [jnp.zeros((0, 6 + 3 * len(self.formats)), jnp.float32)]
@@ -285,23 +271,23 @@ class Watcher(Interpreter):
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name, inner = eqn.primitive.name, inner_program(eqn)
         if name == "cond" and (platforms := eqn.params.get("branches_platforms")):
-            # The other branches would not be compiled either.
+            # Run only the branch of this platform, as JAX compiles no other.
             own = jax.default_backend()
             index = next(i for i, names in enumerate(platforms) if names is None or own in names)
             return self.run(eqn.params["branches"][index], operands[1:])
         if inner is not None and name != "shard_map":
             if eqn.params.get("differentiated"):
-                # Computed again in the backward pass, as checkpointing means it to be.
+                # The barrier keeps `jax.checkpoint`'s recomputation separate from the forward pass.
                 operands = list(lax.optimization_barrier(tuple(operands)))
             return self.run(inner, operands)
         if is_control := name in ("scan", "while", "cond"):
             results, rows = self._control(eqn, operands)
             self.rows.append(rows)
-        elif name in ("pallas_call", "shard_map"):  # interpreted without a compiler around them
+        elif name in ("pallas_call", "shard_map"):  # need to be compiled
             results = jax.jit(lambda *xs: bind(eqn, xs, eqn.params))(*operands)
         else:
             results = bind(eqn, operands, eqn.params)
-        for value in results:  # a value that is gone leaves its id to others
+        for value in results:  # a new value may have the id of a deleted one
             self.noted.pop(id(value), None)
         if is_control:
             return results
@@ -322,96 +308,85 @@ class Watcher(Interpreter):
             if is_float(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar"
         ]
 
-        def sites() -> list[dict[str, Any]]:
+        def records() -> list[ScaleRecord]:
             scope = "/".join(part for e in self.calls if (part := str(e.source_info.name_stack)))
             source = source_of(*reversed(self.calls))
-            return [_site(var.aval, source, eqn.primitive.name, scope) for var, _ in found]
+            return [_record(var.aval, source, eqn.primitive.name, scope) for var, _ in found]
 
-        for (_, value), site in zip(found, self.once(sites), strict=True):
-            self.noted[id(value)] = len(self.sites)
-            self.measure(value, site)
+        for (_, value), record in zip(found, self.once(records), strict=True):
+            self.noted[id(value)] = len(self.records)
+            self.measure(value, record)
 
     def once(self, make: Callable[[], Any]) -> Any:
-        """Return what was made for the equation at hand the first time."""
+        """Return ``make()`` of the first time that the current equation was applied."""
         where = tuple(self.calls)
         if where not in self.memory:
             self.memory[where] = make()
         return self.memory[where]
 
     def _control(self, eqn: Any, operands: list[Any]) -> Any:
-        """Execute control flow, compiled once for all layers that have the same program."""
+        """Execute control flow; programs with the same text are compiled once."""
 
         def once_each(*xs: Any) -> tuple[list[Any], Any]:
-            before = len(self.sites)
+            before = len(self.records)
             results, rows = self.control(eqn, [*xs])
-            del self.sites[before + len(rows) :]  # JAX may have traced a body several times
+            del self.records[before + len(rows) :]  # JAX may have traced a body several times
             return results, rows
 
         if any(isinstance(x, Tracer) for x in operands):
             return once_each(*operands)
 
-        def compiled() -> tuple[Any, list[dict[str, Any]]]:
-            before = len(self.sites)
+        def compiled() -> tuple[Any, list[ScaleRecord]]:
+            before = len(self.records)
             lowered = jax.jit(once_each).lower(*operands)
-            sites = self.sites[before:]
-            del self.sites[before:]
+            records = self.records[before:]
+            del self.records[before:]
             key = lowered.as_text(), *(getattr(x, "sharding", None) for x in operands)
             if key not in self.memory:
                 self.memory[key] = lowered.compile()
-            return self.memory[key], sites
+            return self.memory[key], records
 
-        program, sites = self.once(compiled)
-        self.sites += sites
+        program, records = self.once(compiled)
+        self.records += records
         return program(*operands)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _sampled(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
-    """Return magnitudes of a sample, padded by zeros; amax of all; how many are no padding."""
-    sharding = jax.typeof(x).sharding
-    measure: Any = functools.partial(_magnitudes, sample=sample)
-    if AxisType.Explicit in sharding.mesh.axis_types:
-        # The compiler gathers what devices share as it finds best.
-        whole = NamedSharding(sharding.mesh, PartitionSpec())
-        measure = jax.sharding.auto_axes(measure, out_sharding=(whole,) * 3)
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _row(x: Any, sample: int | None, formats: tuple[Format, ...]) -> Any:
+    """Return statistics (1, width) of an array, estimated from a sample.
+
+    Count; squares times 1, `UP` and `DOWN`; zeros; zero, small and large by format; amax.
+    """
+    mesh, measure = jax.typeof(x).sharding.mesh, functools.partial(_measure, sample, formats)
+    if AxisType.Explicit in mesh.axis_types:
+        # With automatic axes, so that the compiler chooses how to gather.
+        whole = NamedSharding(mesh, PartitionSpec())
+        return jax.sharding.auto_axes(measure, out_sharding=whole)(x)
     return measure(x)
 
 
-def _magnitudes(x: Any, sample: int | None) -> tuple[Any, Any, Any]:
-    most = amax(x).astype(jnp.float32)
+def _measure(sample: int | None, formats: tuple[Format, ...], x: Any) -> Any:
     part = x.reshape(-1)
     if sample is not None and x.size >= 2 * sample:
         step = x.size // sample
-        # Odd, so that it meets every column of a matrix whose width is a power of two.
+        # An odd stride visits every column of a matrix whose width is a power of two.
         part = lax.slice(part, (0,), (x.size,), (step - 1 + step % 2,))
-    # Padded to a power of two, so that `_row` is compiled for few sizes.
-    padding = (1 << max(part.size - 1, 0).bit_length()) - part.size
-    return jnp.pad(jnp.abs(part.astype(jnp.float32)), (0, padding)), most, jnp.float32(part.size)
-
-
-@functools.partial(jax.jit, static_argnums=4)
-def _row(elements: Any, most: Any, size: Any, count: Any, formats: tuple[Format, ...]) -> Any:
-    """Return statistics (1, width) of all elements, of which these are the sample.
-
-    Count; squares at scales 1, `UP` and `DOWN`; zeros; zero, small and large by format; amax.
-    """
+    elements = jnp.abs(part.astype(jnp.float32))
     terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
-    padded = [0, 0, 0, 1]
     for f in formats:
         terms += [elements <= f.smallest_subnormal / 2, elements < f.smallest_normal]
         terms += [elements > f.max]
-        padded += [1, 1, 0]
     operands = tuple(term.astype(jnp.float32) for term in terms)
-    # One reduction, which reads the sample once.
+    # A single reduction reads the sample once.
     zeros = (np.zeros((), np.float32),) * len(operands)
     sums = lax.reduce(operands, zeros, lambda a, b: tuple(map(lax.add, a, b)), (0,))
-    padding, share = elements.size - count, size / jnp.maximum(count, 1)
-    columns = [(total - padding * pad) * share for total, pad in zip(sums, padded, strict=True)]
-    return jnp.stack([size, *columns, most])[None]
+    share = x.size / max(part.size, 1)
+    most = amax(x).astype(jnp.float32)
+    return jnp.stack([jnp.float32(x.size), *(total * share for total in sums), most])[None]
 
 
 def _with_statistics(
-    site: dict[str, Any], row: np.ndarray, formats: tuple[Format, ...]
+    record: ScaleRecord, row: np.ndarray, formats: tuple[Format, ...]
 ) -> ScaleRecord:
     count, squares, small, large, zeros, *rest, most = row.tolist()
     safe = max(count, 1.0)
@@ -423,9 +398,9 @@ def _with_statistics(
     for index, fmt in enumerate(formats):
         lost, below, above = (part / safe for part in rest[3 * index : 3 * index + 3])
         shares[fmt.name] = FormatShares(zero=lost, subnormal=below - lost, saturated=above)
-    return ScaleRecord(
-        **site,
-        executions=round(count / max(math.prod(site["shape"]), 1)),
+    return dataclasses.replace(
+        record,
+        executions=round(count / max(math.prod(record.shape), 1)),
         rms=math.sqrt(squares / safe) if math.isfinite(most) else most,
         amax=most,
         zeros=zeros / safe,

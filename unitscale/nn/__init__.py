@@ -7,18 +7,18 @@ return a ScaledArray. Functions without parameters (activations, pooling, sums, 
 Arguments that layers share:
 
 - ``policy``: the number formats, a `Policy` or the name of a preset (`as_policy`).
-- ``dtype``, ``param_dtype``: replace the policy's compute dtype and dtype of parameters, as in
+- ``dtype``, ``param_dtype``: override the policy's compute dtype and parameter dtype, as in
   `flax.nnx`; None keeps them.
-- ``kernel_init``, ``bias_init``, ...: initializers, N(0, 1) for kernels and tables, zeros for
-  biases. Factors assume unit variance: with another variance, activations change with it.
+- ``kernel_init``, ``bias_init``, ...: initializers; by default N(0, 1) for kernels and tables, and
+  zeros for biases. Factors assume unit variance: another variance changes the size of activations.
 - ``rngs``: streams of random keys; parameters draw from "params".
 - ``kernel_metadata``, ``bias_metadata``, ...: metadata of the parameters' variables, such as
   ``{"out_sharding": (None, "model")}``. Every parameter also has ``role``, ``fan_in``,
   ``fan_out`` and ``depth`` (the number of residual branches of its stack), for u-muP.
-- ``out_sharding``, when called: sharding of the output; None leaves it to JAX.
+- ``out_sharding`` (argument of the call): sharding of the output; None leaves it to JAX.
 
-Constructors raise ValueError for unknown policies and choices, and for sizes that do not fit each
-other; calls raise it for shapes that do not fit the layer.
+Constructors raise ValueError for unknown policies or options and for incompatible sizes; calls
+raise it for shapes that do not fit the layer.
 """
 
 from ._linear import (  # Layers

@@ -1,4 +1,4 @@
-"""Scales that NNX models keep, modules for Flax's matmul hooks, and the overflow monitor."""
+"""State of FP8 scales in NNX models, modules for Flax's matmul hooks, and the overflow monitor."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from ._params import read
 class AmaxState(nnx.Variable):
     """The variable that holds the `QuantState` of one matmul.
 
-    It is no `nnx.Param`: optimizers, clipping and weight decay ignore it.
+    It is not an `nnx.Param`, so optimizers, clipping and weight decay ignore it.
     """
 
 
@@ -38,8 +38,8 @@ def amax_state(config: MatmulConfig | None) -> AmaxState | None:
 class DotGeneral(nnx.Module):
     """A quantized `lax.dot_general` that holds its own scales.
 
-    Pass one to each layer as ``dot_general=``: the layer then holds the state of `Delayed` and
-    `Static`, where `value_and_grad` finds it. ``precision`` is ignored.
+    Pass a separate instance to each layer as ``dot_general=``. The layer then holds the scales of
+    `Delayed` or `Static`, and `value_and_grad` updates them. ``precision`` is ignored.
 
     Example:
         >>> from unitscale.quant import Delayed
@@ -56,12 +56,12 @@ class DotGeneral(nnx.Module):
         self.state = nnx.data(amax_state(config))
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        """Multiply; arguments are those of the function that this replaces."""
+        """Multiply; takes the arguments of the function that this module replaces."""
         return self._matmul(self.config, read(self.state))(*operands, **options)
 
 
 class EinsumOp(DotGeneral):
-    """A quantized `jnp.einsum` of two operands, as `DotGeneral`, for ``einsum_op=`` of Flax."""
+    """A quantized `jnp.einsum` of two operands: `DotGeneral` for Flax's ``einsum_op=``."""
 
     _matmul = staticmethod(einsum)
 
@@ -74,7 +74,7 @@ def amax_states(model: Any) -> Iterator[tuple[str, AmaxState]]:
 
 
 def advance(model: Any) -> None:
-    """End an optimizer step of a model, in place: see `QuantState.advance`.
+    """End an optimizer step: update the scales of a model in place (`QuantState.advance`).
 
     For gradient accumulation: call `value_and_grad` with ``advance=False`` on each micro-batch,
     and this once before or after the optimizer's update.
@@ -83,7 +83,7 @@ def advance(model: Any) -> None:
 
 
 def map_states(model: Any, f: Callable[[QuantState], QuantState]) -> None:
-    """Map all states in one program; outside of jit each would need many small ones."""
+    """Update all states in one compiled program instead of many small ones per state."""
     if variables := [variable for _, variable in amax_states(model)]:
         states = _map(f, [variable.get_value() for variable in variables])
         for variable, state in zip(variables, states, strict=True):
@@ -106,17 +106,17 @@ class Overflow(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the last step's elements that saturated."""
+        """The share of elements that saturated in the last step."""
         return self.saturated / self.elements if self.elements else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverflowMonitor:
-    """Counts how many elements of a model's quantized tensors saturate, and adjusts their scales.
+    """Count how many elements of a model's quantized tensors saturate, and adjust their scales.
 
-    `value_and_grad` records the counts for strategies with a state; ``Static()`` before any
-    calibration is `Unit` with a monitor. `rebalance` tolerates a share of ``limit``. Reading waits
-    for the device.
+    `value_and_grad` records the counts for strategies that keep state. `Unit` keeps none: use
+    ``Static()`` without calibration, which computes the same. `rebalance` changes the scale of a
+    tensor if its share of saturated elements is above ``limit``. Reading waits for the device.
 
     Example:
         >>> from unitscale.nn import value_and_grad
@@ -128,7 +128,7 @@ class OverflowMonitor:
         >>> monitor = OverflowMonitor(limit=0.01)
         >>> monitor.read(model)[0].share
         0.0625
-        >>> monitor.rebalance(model)[0].scale  # 1000 needs 4: two more steps
+        >>> monitor.rebalance(model)[0].scale  # 1000 would need a scale of 4
         2.0
     """
 
@@ -137,15 +137,15 @@ class OverflowMonitor:
     def __post_init__(self) -> None:
         if not 0 <= self.limit < 1:
             raise ValueError(
-                "unitscale.nn.OverflowMonitor: limit must be a share, 0 or more and below 1; "
+                "unitscale.nn.OverflowMonitor: limit must be a share from 0 to less than 1; "
                 f"got {self.limit!r}"
             )
 
     def read(self, model: Any) -> list[Overflow]:
         """Return one entry for each quantized tensor of a model, layer by layer.
 
-        Counts are of the last step, over all uses of the layer, and over all layers of a scan;
-        ``steps_...`` count from the beginning.
+        Counts cover the last step: all uses of a layer, and all layers of a scan. Fields named
+        ``steps_...`` count from the start of training.
         """
         found = []
         for path, variable in amax_states(model):

@@ -47,8 +47,8 @@ class KVCache:
     def append(self, key: jax.Array, value: jax.Array) -> "KVCache":
         """Return the cache with the keys and values of further tokens.
 
-        The length is known only at run time: tokens beyond ``max_length`` become NaN, and so does
-        everything that attends to them.
+        The length is known only at run time, so a full cache raises no error: tokens beyond
+        ``max_length`` become NaN, and so does every output that attends to them.
 
         Raises:
             ValueError: if the shapes do not fit, or there are more than ``max_length`` tokens.
@@ -74,16 +74,16 @@ class KVCache:
 class MultiHeadAttention(nnx.Module):
     """Multi-head attention, as `flax.nnx.MultiHeadAttention` (`ops.dot_product_attention`).
 
-    Unlike Flax's it has rotary positions and a functional cache. Its factor depends on how many
-    keys a query sees, so ``max_length`` fixes the length that it is computed for: then the layer is
+    Unlike Flax's layer, it supports rotary positions and a functional cache. Its factor depends on
+    the number of keys. Set ``max_length`` to compute the factor for that number: then the layer is
     the same function for every sequence length, cached or not.
 
     Args:
-        num_heads: as of Flax, and so all arguments that are not listed here or shared.
+        num_heads: as in Flax, like all arguments that neither this list nor `unitscale.nn` has.
         in_features: size of the input's last axis.
-        is_causal: whether a query sees no later key.
-        max_length: sequence length that the factor is computed for; by default that of each call.
-        rotary_base: base of rotary positions (usually 10000.0); None for none.
+        is_causal: whether each query ignores later keys.
+        max_length: sequence length to compute the factor for; by default the length in each call.
+        rotary_base: base of rotary positions (usually 10000.0); None disables them.
         mult: multiplier of the logits.
         broadcast_dropout: must be False: each attention weight is dropped independently.
         decode: must be False: use `init_cache` and the method `decode`.
@@ -198,18 +198,16 @@ class MultiHeadAttention(nnx.Module):
     ) -> ScaledArray:
         """Attend from ``inputs_q`` to ``inputs_k`` (itself by default).
 
-        ``factor``, from `factor_over`, multiplies the attention's output, for scans over layers.
-
         Args:
             inputs_q: (..., time, in_features).
             inputs_k: (..., source, in_kv_features), or None for self-attention.
-            inputs_v: as inputs_k, which it defaults to.
-            mask: booleans or numbers, as of `nnx.make_causal_mask`, broadcasting to (..., heads,
-                time, source); nonzero entries attend.
+            inputs_v: (..., source, in_kv_features); ``inputs_k`` by default.
+            mask: booleans or numbers that broadcast to (..., heads, time, source), such as those of
+                `nnx.make_causal_mask`; queries attend to keys where it is nonzero.
             positions: (time,) or (..., time) for rotary positions; 0, 1, ... by default.
-            deterministic: whether dropout is off; the layer's own state by default.
+            deterministic: whether dropout is off; the layer's own setting by default.
             rngs: streams of keys for dropout, or a key; the layer's own by default.
-            factor: see above.
+            factor: multiplies the output; in a scan over layers, the layer's `factor_over`.
             out_sharding: sharding of the output.
             qkv_sharding: sharding of queries, keys and values (..., time, heads, head features).
         """
@@ -234,8 +232,8 @@ class MultiHeadAttention(nnx.Module):
         return reshard_output(self._merge(y), out_sharding)
 
     def factor_over(self, context: rules.AttentionContext | None, length: int) -> float:
-        """Return the ratio of the factor in a context to the one without, for ``length`` keys."""
-        length, mean_square = self._scale(context, length)
+        """Return the factor in a context over the factor without one, for ``length`` keys."""
+        length, mean_square = self._inputs_of(context, length)
         own, other = (
             rules.dot_product_attention(
                 self.head_dim, length, is_causal=self.is_causal, mult=self.mult, mean_square=m
@@ -244,8 +242,8 @@ class MultiHeadAttention(nnx.Module):
         )
         return own / other
 
-    def _scale(self, context: rules.AttentionContext | None, length: int) -> tuple[int, Any]:
-        """Return the length and the mean square that the factor is computed for."""
+    def _inputs_of(self, context: rules.AttentionContext | None, length: int) -> tuple[int, Any]:
+        """Return the length and the mean square that the factor depends on."""
         length = length if self.max_length is None else self.max_length
         return length, context and context.mean_square(
             self.head_dim, length, is_causal=self.is_causal, mult=self.mult
@@ -254,8 +252,8 @@ class MultiHeadAttention(nnx.Module):
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
         """Attend from the next tokens (batch, time, in_features) to all tokens so far.
 
-        Returns the output of the uncached layer for these tokens, and the longer cache. Errors are
-        those of `init_cache` and `KVCache.append`.
+        Returns the same output as the uncached layer for these tokens, and the longer cache. Raises
+        the errors of `init_cache` and `KVCache.append`.
         """
         self._check_cacheable()
         time = x.shape[1]
@@ -306,7 +304,7 @@ class MultiHeadAttention(nnx.Module):
         implementation: ops.Implementation = "auto",
     ):
         key = self.dropout.key(deterministic, rngs)
-        length, mean_square = self._scale(self.context, k.shape[-3])
+        length, mean_square = self._inputs_of(self.context, k.shape[-3])
         batch = q.shape[:-3]
         mask = None if mask is None else jnp.asarray(mask).astype(bool)
         if len(batch) != 1:  # the op takes one batch axis

@@ -1,6 +1,6 @@
-"""Quantized matmuls in an existing `flax.nnx` model, and back.
+"""Convert an existing `flax.nnx` model to quantized matmuls, and back.
 
-Only the hooks of its layers change (`dot_general`, `einsum_op`): parameters, their names and the
+Only the hooks of its layers (`dot_general`, `einsum_op`) change; parameters, their names and the
 model's code stay the same.
 """
 
@@ -60,7 +60,7 @@ class ConversionReport:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Paths of the other layers, and why."""
+        """Paths of the other layers, and the reason for each."""
         return {layer.path: layer.reason for layer in self.layers if layer.config is None}
 
     def __str__(self) -> str:
@@ -88,28 +88,28 @@ def convert(
     """Quantize the matmuls of a plain `flax.nnx` model, in place.
 
     It acts on `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum`, also inside other modules such as
-    `nnx.MultiHeadAttention`. Parameters stay the same; `restore` undoes it. Layers keep the scales
-    of "fp8_delayed" and "fp8_static" as `AmaxState`: differentiate with `value_and_grad` of this
-    package, or `calibrate`. For layers of `flax.linen` see `unitscale.quant.dot_general`.
+    `nnx.MultiHeadAttention`. Parameters stay the same; `restore` undoes it. With "fp8_delayed",
+    differentiate by `unitscale.nn.value_and_grad`, which updates the scales; with "fp8_static",
+    call `calibrate` once. For layers of `flax.linen` see `unitscale.quant.dot_general`.
 
-    The presets are those of layers (`as_policy`). "fp8" does not measure scales, so it suits only
-    values near RMS 1; those of a plain model usually are not, and "fp8_dynamic" measures them.
+    The presets are described in `as_policy`. "fp8" uses no scales, so it suits only models whose
+    values have an RMS near 1. For most plain models use "fp8_dynamic", which measures scales.
 
     Args:
         model: the model, which is changed. Create the optimizer after this.
         rules: maps patterns of dotted paths (`fnmatch`: "layers.*.mlp.*") to a `MatmulConfig`, the
             name of a preset ("fp8", "fp8_dynamic", "fp8_delayed", "fp8_static", "mxfp8"), or None,
-            which leaves layers unchanged. The first pattern that matches a layer counts. A config
+            which leaves layers unchanged. The first pattern that matches a layer applies. A config
             alone applies to every layer.
-        min_size: layers with fewer features in or out are left out.
-        multiple_of: layers whose features in or out are not multiples are left out: FP8 kernels
-            need multiples of 16.
+        min_size: layers with fewer input or output features are left unchanged.
+        multiple_of: layers whose input or output features are not multiples of this number are left
+            unchanged: FP8 kernels need multiples of 16.
 
     Returns:
-        What was done to each layer, and why.
+        A report of what was done to each layer, and why.
 
     Raises:
-        ValueError: if a rule matches no layer, or only layers that an earlier rule has taken, or a
+        ValueError: if a rule matches no layer, or only layers that an earlier rule matches, or a
             preset is unknown. The model is then unchanged.
 
     Example:
@@ -152,7 +152,7 @@ def convert(
 
 
 def restore(model: nnx.Module) -> tuple[str, ...]:
-    """Undo `convert`, in place, and return the paths; parameters keep their current values.
+    """Undo `convert` in place, and return the layers' paths. Parameters keep their current values.
 
     Raises:
         ValueError: if `to_static` has stored a weight in FP8. The model is then unchanged.
@@ -169,7 +169,7 @@ def restore(model: nnx.Module) -> tuple[str, ...]:
         if hook.weight_scale is not None:
             raise ValueError(
                 f"unitscale.nn.restore: the weight of {path or 'the layer'} is stored in FP8, and "
-                "its earlier value is lost. Restore a model before to_static"
+                "its earlier value is lost. Call restore before to_static"
             )
     for layer, hook in found.values():
         setattr(layer, _attribute_of(layer)[0], nnx.static(hook.original))
@@ -207,7 +207,7 @@ def _configs(rules: Any) -> dict[str, MatmulConfig | None]:
 
 
 def _obstacle(layer: Any, config: MatmulConfig, min_size: int, multiple_of: int) -> str:
-    """Return why a layer cannot or need not be converted; "" if it should be."""
+    """Return the reason to leave a layer unconverted; "" if there is none."""
     if isinstance(layer, CONVOLUTIONS):
         return "XLA has no FP8 kernel for convolutions"
     if isinstance(layer, nnx.Einsum) and (problem := einsum_problem(layer.einsum_str)):
@@ -232,15 +232,15 @@ def _obstacle(layer: Any, config: MatmulConfig, min_size: int, multiple_of: int)
 
 
 class StaticWeight(nnx.Variable):
-    """An FP8 weight, or a scale, of a model from `to_static`; it is no `nnx.Param`."""
+    """An FP8 weight or a scale in a model that `to_static` changed; not an `nnx.Param`."""
 
 
 class Hook(nnx.Module):
-    """Replaces the matmul of a layer, and remembers the original.
+    """A quantized matmul in place of a layer's ``original``.
 
-    The state has the leading dimensions ``stack`` of a stacked layer's kernel. With a
-    ``weight_scale`` the kernel is stored in FP8; ``input_scale`` is then the scale of the input,
-    unless it is measured.
+    ``stack`` holds the leading dimensions of a stacked layer's kernel, which its state shares. If
+    ``weight_scale`` is set, the kernel is stored in FP8, and ``input_scale`` is the scale of the
+    input, or None if each call measures it.
     """
 
     def __init__(self, config: MatmulConfig, original: Any, stack: tuple[int, ...] = ()) -> None:
@@ -255,7 +255,7 @@ class Hook(nnx.Module):
         self.input_scale: Any = nnx.data(None)
 
     def __call__(self, *args, precision=None, preferred_element_type=None, out_sharding=None):
-        """Multiply as `lax.dot_general`, or as `jnp.einsum` if there is an equation."""
+        """Multiply like `lax.dot_general`, or like `jnp.einsum` if an equation comes first."""
         del precision
         if isinstance(args[0], str):
             equation, lhs, rhs = args
@@ -284,7 +284,7 @@ class Hook(nnx.Module):
         return reshard(y, out_sharding)
 
 
-# The attribute that holds the matmul of each type of layer, and its values in an unchanged one.
+# For each type of layer, the attribute that holds its matmul, and the attribute's default values.
 _HOOKS: dict[type[nnx.Module], tuple[str, tuple[Any, ...]]] = {
     nnx.Linear: ("dot_general", (lax.dot_general,)),
     nnx.LinearGeneral: ("dot_general", (None, lax.dot_general)),
@@ -292,7 +292,7 @@ _HOOKS: dict[type[nnx.Module], tuple[str, tuple[Any, ...]]] = {
 }
 CONVOLUTIONS = (nnx.Conv, nnx.ConvTranspose)
 NORMALIZERS = (nnx.WeightNorm, nnx.SpectralNorm)
-"""Modules that set the kernels of the layer inside them before each call."""
+"""Modules that recompute the kernels of the layer inside them in each call."""
 
 
 def _attribute_of(layer: Any) -> tuple[str, tuple[Any, ...]]:
@@ -308,7 +308,7 @@ def hook_of(layer: Any) -> Hook | None:
 
 
 def layers_of(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the `flax.nnx` layers with a matmul or convolution, as `nodes_of`."""
+    """Yield each `flax.nnx` layer with a matmul or convolution, after its dotted path."""
     for path, node in nodes_of(model):
         if isinstance(node, (*_HOOKS, *CONVOLUTIONS)):
             yield path, node
@@ -329,7 +329,7 @@ def features_of(layer: Any) -> tuple[int, ...]:
 
 
 def kernel_rank(layer: Any) -> int:
-    """Return the rank of a layer's kernel, without the axes of a stack."""
+    """Return the rank of a layer's kernel, not counting the axes of a stack."""
     if isinstance(layer, nnx.LinearGeneral):
         return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
     has_shape = isinstance(layer, nnx.Einsum | nnx.Conv | nnx.ConvTranspose)

@@ -69,14 +69,14 @@ class _Table(nnx.Module):
 class Embed(_Table):
     """An embedding table (`ops.embed`), as `flax.nnx.Embed`.
 
-    `attend` is `ops.readout` with the transposed table. If embeddings are tied, and both are
-    applied to the same number of tokens, both contributions to the table's gradient have the same
-    factor: out^-1/2 * (vocab / tokens)^1/2 == tokens^-1/2.
+    `attend` is `ops.readout` with the transposed table. With tied embeddings, lookup and readout
+    add to the table's gradient with the same factor if both are applied to the same number of
+    tokens: out^-1/2 * (vocab / tokens)^1/2 == tokens^-1/2, as out is the size of the vocabulary.
 
     Args:
         num_embeddings: size of the vocabulary.
         pad_to_multiple_of: pads the table with rows of zeros up to a multiple that matmul kernels
-            prefer, such as 128. They are never trained, and give no logits.
+            prefer, such as 128. These rows are never trained, and produce no logits.
 
     Example:
         >>> table = Embed(100, 16, rngs=nnx.Rngs(0))
@@ -85,7 +85,7 @@ class Embed(_Table):
         ((1, 3, 16), (1, 3, 100))
     """
 
-    role = "readout"  # of its matmul; the table's own role is "embedding"
+    role = "readout"  # role of the matmul; the role of the table is "embedding"
 
     def __init__(
         self,
@@ -121,12 +121,12 @@ class Embed(_Table):
     def cross_entropy(
         self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]
     ) -> jax.Array:
-        """Return the loss of labels (...) under `attend`, as `Readout.cross_entropy`."""
+        """Return the cross-entropy of labels (...) from `attend`: see `Readout.cross_entropy`."""
         return TiedReadout(self, read(self.embedding)).cross_entropy(x, labels, **options)
 
 
 class TiedReadout(NamedTuple):
-    """The table of an `Embed` as a readout, for one call of the model: see `Embed.tied`."""
+    """The readout that `Embed.tied` returns, for one call of the model."""
 
     embed: Embed
     table: ops.ArrayLike

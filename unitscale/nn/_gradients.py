@@ -1,4 +1,4 @@
-"""Gradients by value, calibration of FP8 scales, and the optimizer of NNX models."""
+"""Gradients, calibration of FP8 scales, and the optimizer for NNX models."""
 
 import dataclasses
 import inspect
@@ -24,18 +24,18 @@ def value_and_grad(
     has_aux: bool = False,
     advance: bool = True,
 ) -> Callable[..., Any]:
-    """Differentiate as `nnx.value_and_grad`, by value, and record amax in the models.
+    """Differentiate like `nnx.value_and_grad`, and update the FP8 scales of the models.
 
-    The gradient of a parameter that is a ScaledArray is its gradient by value, a plain float32
-    array: see `unitscale.value_and_grad`. The scales that the models at ``argnums`` keep
+    The gradient of a ScaledArray parameter is a plain float32 array, the gradient with respect to
+    its value: see `unitscale.value_and_grad`. The scales that the models at ``argnums`` hold
     (`AmaxState`) are updated in place.
 
     Args:
-        f: function of models and other arguments that returns a scalar loss, an array or a
-            ScaledArray; if it is left out, the result is a decorator.
-        argnums: as of `nnx.value_and_grad`.
+        f: function of models and other arguments. It returns a scalar loss, as an array or a
+            ScaledArray. Without ``f``, the result is a decorator.
+        argnums: as in `nnx.value_and_grad`.
         has_aux: whether ``f`` returns ``(loss, aux)``.
-        advance: whether this ends an optimizer step. False only accumulates amax.
+        advance: whether this call ends an optimizer step. False only accumulates amax.
 
     Returns:
         A function of the arguments of ``f`` that returns ``(value, gradients)``.
@@ -66,7 +66,7 @@ def value_and_grad(
         bound.apply_defaults()
         # Negative argnums count from the last argument given, without defaults.
         wanted = [nnx.DiffState(d.argnum + len(args) * (d.argnum < 0), d.filter) for d in asked]
-        # The data is the first argument, which moves each model by one position.
+        # The data becomes the first argument, which moves each model by one position.
         moved = [
             nnx.DiffState(d.argnum + 1, (AmaxState, nnx.All(d.filter, nnx.Not(_holds_scaled))))
             for d in wanted
@@ -76,7 +76,7 @@ def value_and_grad(
         data = [{k: wide_data(v.get_value()) for k, v in own.items()} for own in scaled]
 
         def by_data(data: list[dict[Path, jax.Array]], *args: Any) -> Any:
-            """Call ``f`` with the data of ScaledArrays as a float32 argument of its own."""
+            """Call ``f`` with the data of ScaledArrays passed as a separate float32 argument."""
             replaced = [
                 (variable, variable.get_value(), own[path])
                 for diff, own in zip(wanted, data, strict=True)
@@ -120,12 +120,12 @@ def value_and_grad(
             if any(map(is_scaled, jax.tree.leaves(gradient, is_leaf=is_scaled))):
                 raise TypeError(
                     f"unitscale.nn.value_and_grad: argument {diff.argnum} is a tree of "
-                    "ScaledArrays, and no model; differentiate by unitscale.value_and_grad"
+                    "ScaledArrays and not a model; use unitscale.value_and_grad"
                 )
             variables = jax.tree.leaves(gradient, is_leaf=lambda x: isinstance(x, nnx.Variable))
             if own or any(isinstance(v, AmaxState) for v in variables):
                 raise TypeError(
-                    "unitscale.nn.value_and_grad: a model must be an argument of its own; argument "
+                    "unitscale.nn.value_and_grad: each model must be a separate argument; argument "
                     f"{diff.argnum} holds models in a {type(gradient).__name__}"
                 )
             kept.append(gradient)
@@ -165,16 +165,16 @@ def calibrate(
     batches: Iterable[Any],
     loss: Callable[[Any, Any], jax.Array] | None = None,
 ) -> None:
-    """Set the scales of a model from data, in place: of `Static`, and the first of `Delayed`.
+    """Set the scales of `Static`, or the initial scales of `Delayed`, from data, in place.
 
-    Each batch runs forward and backward with dynamic scales; then the largest amax of all batches
-    gives the scale of each tensor. Nothing else of the model changes.
+    Each batch runs forward and backward with dynamic scales. Then the scale of each tensor is set
+    from its largest amax over all batches. Nothing else in the model changes.
 
     Args:
-        model: NNX module whose strategy keeps scales.
-        batches: arguments to call the model with, one by one; at least one.
-        loss: ``loss(model, batch)``, a scalar, for the scales of cotangents. None calls
-            ``model(batch)`` and leaves the scales of cotangents as they are.
+        model: NNX module whose layers keep scales.
+        batches: the model is called with each of them in turn; at least one.
+        loss: function ``loss(model, batch)`` that returns a scalar, to set the scales of cotangents
+            too. None calls ``model(batch)`` and leaves the scales of cotangents unchanged.
 
     Raises:
         ValueError: if there is no batch, or the model holds no `AmaxState`.
@@ -202,9 +202,9 @@ def calibrate(
         except Exception as error:
             if loss is None and isinstance(batch, (tuple, list)):
                 error.add_note(
-                    "unitscale.nn.calibrate: a batch is the one argument that the model is called "
-                    f"with; got a {type(batch).__name__} of {len(batch)}. Give loss=, a function "
-                    "of the model and the batch, where it has labels or other arguments."
+                    "unitscale.nn.calibrate: the model is called with each batch as its only "
+                    f"argument; got a {type(batch).__name__} of {len(batch)}. For batches with "
+                    "labels or several arguments, give loss=, a function of model and batch."
                 )
             raise
     if not count:
@@ -227,19 +227,19 @@ def _total(model: Any, batch: Any) -> jax.Array:
 
 
 class Optimizer(nnx.Optimizer):
-    """`flax.nnx.Optimizer`, also for the transformations of `unitscale.optim.scaled`.
+    """`flax.nnx.Optimizer` that also accepts transformations of `unitscale.optim.scaled`.
 
-    With a scaled ``tx`` the model's parameters become ScaledArrays in its format (small ones
-    float32), and `update` is ``tx.step``, which rounds each weight once. Gradients are those of
-    `nn.grad` and `nn.value_and_grad`, by value.
+    With a scaled ``tx`` the model's parameters become ScaledArrays in its format (small ones become
+    float32 arrays), and `update` calls ``tx.step``, which rounds each weight once. Compute
+    gradients with `unitscale.nn.grad` or `unitscale.nn.value_and_grad`.
 
     Args:
         model: module whose parameters are trained; a scaled ``tx`` replaces them.
         tx: optax transformation.
         wrt: filter of the variables that are trained, as for `nnx.Optimizer`.
         stack_axes: for a scaled ``tx``, the number of leading axes along which `nnx.vmap` has
-            stacked layers, or a prefix of the state with such numbers: each layer then has its own
-            scales, so that `nnx.scan` can map over them. None counts all axes but the last two.
+            stacked layers, or a tree prefix of the state with such numbers. Each layer then has its
+            own scales, so that `nnx.scan` can map over them. None: all axes but the last two.
 
     Raises:
         TypeError: if parameters are ScaledArrays and ``tx`` is not from `unitscale.optim.scaled`.
@@ -266,8 +266,8 @@ class Optimizer(nnx.Optimizer):
                 raise TypeError(
                     "unitscale.nn.Optimizer: tx must be from unitscale.optim.scaled for parameters "
                     f"that are ScaledArrays, such as {'.'.join(map(str, scaled[0]))}; got "
-                    f"{type(tx).__name__}, which would add to data and scale alike. A chain goes "
-                    "inside: scaled(optax.chain(clip, inner))."
+                    f"{type(tx).__name__}, which would update data and scale separately. A chain "
+                    "goes inside: scaled(optax.chain(clip, inner))."
                 )
             super().__init__(model, tx, wrt=wrt)
             return
@@ -280,10 +280,10 @@ class Optimizer(nnx.Optimizer):
         self.opt_state = nnx.OptState(tx.init(nnx.as_pure(params)))
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Update the parameters of the model by one step, with gradients of ``wrt``.
+        """Update the model's parameters by one step, with gradients of the ``wrt`` variables.
 
-        Further keyword arguments are those of ``tx``. Returns the new parameters, or for a plain
-        optax transformation the updates.
+        Keyword arguments are passed on to ``tx``. Returns the new parameters if ``tx`` is scaled,
+        else the updates.
         """
         step = getattr(self.tx, "step", None)
         if step is None:

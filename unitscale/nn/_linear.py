@@ -161,12 +161,13 @@ class LossOptions(TypedDict, total=False):
 class Readout(_KernelLayer):
     """The layer that produces the logits (`ops.readout`).
 
-    The input gradient has a factor of its own, so the input must be a cut edge. Its matmuls are
-    quantized only if the policy says so: see `Policy.with_quantized_readout`.
+    The gradient of the input has its own factor, so the input must be a cut edge
+    (`analysis.cut_edges`). FP8 policies leave its matmuls in the compute dtype, except those of
+    `Policy.with_quantized_readout`.
 
     Args:
         pad_to_multiple_of: pads the kernel with columns of zeros up to a multiple that matmul
-            kernels prefer, such as 128. They are never trained, and give no logits.
+            kernels prefer, such as 128. These columns are never trained, and produce no logits.
 
     Example:
         >>> import jax.numpy as jnp
@@ -204,10 +205,10 @@ class Readout(_KernelLayer):
     def cross_entropy(
         self, x: ops.ArrayLike, labels: jax.Array, **options: Unpack[LossOptions]
     ) -> jax.Array:
-        """Return the loss of labels (...) for inputs (..., in_features).
+        """Return the cross-entropy of labels (...) for inputs (..., in_features).
 
-        Options are those of `ops.readout_cross_entropy`, which never materializes all logits. A
-        readout with a bias does.
+        Options are those of `ops.readout_cross_entropy`, which never holds all logits in memory at
+        once. A readout with a bias does hold all of them.
         """
         if self.bias is not None:
             others: dict[str, Any] = {k: v for k, v in options.items() if k != "chunk_size"}
@@ -226,7 +227,7 @@ class Readout(_KernelLayer):
 
 
 class Einsum(_KernelLayer):
-    """A dense layer along any axes (`ops.einsum`), as `flax.nnx.Einsum`.
+    """A dense layer over any axes (`ops.einsum`), as `flax.nnx.Einsum`.
 
     Raises:
         ValueError: if ``einsum_str`` is not a matmul of an input and a kernel of this shape.
@@ -401,7 +402,7 @@ class ConvTranspose(_Convolution):
             strides,
             padding,
             kernel_dilation,
-            input_dilation=strides,  # seen as a convolution
+            input_dilation=strides,  # of the equivalent convolution
             groups=1,
             use_bias=use_bias,
             constraint=constraint,
@@ -418,10 +419,10 @@ def _sizes(value: Sizes) -> int | tuple[int, ...]:
 
 
 class LoRA(nnx.Module):
-    """A low-rank update (`ops.lora`), of a layer if there is one, as `flax.nnx.LoRA`.
+    """A low-rank update (`ops.lora`), added to ``base_module`` if given, as `flax.nnx.LoRA`.
 
-    Its matmuls are in the compute dtype, also under FP8 policies. Factors assume that ``a`` has
-    unit variance and ``b`` is zero at initialisation.
+    Its matmuls run in the compute dtype, even under FP8 policies. Factors assume that at
+    initialization ``a`` has unit variance and ``b`` is zero.
 
     Example:
         >>> import jax.numpy as jnp
@@ -462,12 +463,12 @@ class LoRA(nnx.Module):
         self.lora_b = parameter(lora_rank, out_features, init=b_initializer, metadata=b_metadata)
 
     def __call__(self, x: ops.ArrayLike, **kwargs: Any) -> ScaledArray:
-        """Map (..., in_features) to (..., out_features); further arguments are the base's."""
+        """Map (..., in_features) to (..., out_features); ``kwargs`` go to the base module."""
         base = None if self.base_module is None else self.base_module(x, **kwargs)
         return self.update(x=x, base=base)  # by keyword: see `given`
 
     def update(self, x: ops.ArrayLike, base: ops.ArrayLike | None) -> ScaledArray:
-        """Return the updated output of a layer whose output for ``x`` is ``base``."""
+        """Add the low-rank update for ``x`` to ``base``, the output of a layer for ``x``."""
         a, b = (self.policy.activation(read(p)) for p in (self.lora_a, self.lora_b))
         return ops.lora(self.policy.activation(x), a, b, base, constraint=self.constraint)
 
@@ -475,8 +476,8 @@ class LoRA(nnx.Module):
 class LoRALinear(Dense):
     """A `Dense` with a `LoRA` update, as `flax.nnx.LoRALinear`.
 
-    The parameters of the dense layer have the names and initial values of a plain `Dense`, whose
-    arguments it takes too. None for a dtype of the update is that of the layer.
+    It takes the arguments of `Dense`, and its dense parameters have the same names and initial
+    values. If a dtype of the update is None, it is the dtype of the layer.
     """
 
     def __init__(

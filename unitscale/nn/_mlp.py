@@ -24,8 +24,8 @@ _DENSE_CALL = Dense.__call__  # nnx.tabulate replaces it while it runs
 class MLP(nnx.Module):
     """A feed-forward block: ``down(f(up(x)))``, or gated: ``down(up(x) * f(gate(x)))``.
 
-    Hidden units have unit variance; those of gelu, silu and relu also have a mean, which raises the
-    output's RMS to 1.11, 1.07 and 1.21. If hidden units are quantized without statistics
+    Hidden units have unit variance. With gelu, silu and relu their mean is not zero, which raises
+    the output's RMS to 1.11, 1.07 and 1.21. If hidden units are quantized without measured scales
     (`quant.Unit`), the backward pass recomputes them instead of storing them.
 
     Args:
@@ -35,7 +35,7 @@ class MLP(nnx.Module):
         activation: "gelu", "silu", "relu", "tanh", or gated "silu_glu", "gelu_glu".
         mult: multiplier of the activation's argument.
         use_bias: whether the dense layers add biases.
-        dropout_rate: rate of dropout on the output, with keys of the stream "dropout".
+        dropout_rate: rate of dropout on the output; its keys come from the stream "dropout".
 
     Example:
         >>> import jax.numpy as jnp
@@ -81,8 +81,9 @@ class MLP(nnx.Module):
     def _rematerializes(self) -> bool:
         """Return whether the backward pass recomputes hidden units.
 
-        Strategies with statistics would have to read them once more. Modules that replace ``down``
-        or `Dense.__call__` may keep tracers, which must not leave the recomputed function.
+        Strategies that measure scales would have to read the recomputed units once more. Modules
+        in place of ``down``, and replacements of `Dense.__call__`, may keep tracers, which must not
+        leave the recomputed function.
         """
         if type(self.down).__call__ is not _DENSE_CALL:
             return False
@@ -103,7 +104,7 @@ def _fwd(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], A
 
 def _bwd(jaxpr: Jaxpr, residuals: Any, cotangents: list[Any]) -> Any:
     consts, args = residuals
-    # Without a barrier XLA may find the same computation in the forward pass, and store its result.
+    # Without a barrier, XLA may reuse and so store the result of the forward pass.
     args = jax.lax.optimization_barrier(args)
     _, pull = jax.vjp(partial(_rematerialized, jaxpr), consts, args)
     return pull(cotangents)
@@ -115,8 +116,8 @@ _custom.defvjp(_fwd, _bwd)
 def rematerialize(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose backward pass stores only its arguments and recomputes the rest.
 
-    Differs from `jax.checkpoint` in two ways: values closed over, such as cast weights, are not
-    recomputed; and the cotangent is not behind the barrier, so that XLA can fuse recomputation and
+    It differs from `jax.checkpoint` in two ways. Captured values, such as cast weights, are not
+    recomputed. And the barrier does not cover the cotangent, so that XLA can fuse recomputation and
     derivative into one kernel.
 
     References:
@@ -167,7 +168,7 @@ class ExpertDense(_KernelLayer):
     ) -> ScaledArray:
         """Map rows (rows, in_features), sorted by expert, to (rows, out_features).
 
-        ``values`` replace those of the layer, for a device that holds some of the experts.
+        ``values`` replace the layer's own on a device that holds only some of the experts.
         """
         kernel, bias, state = self.values() if values is None else values
         x, config = self.policy.activation(x), self.policy.matmul_for("weight")
@@ -185,15 +186,15 @@ class MoE(nnx.Module):
     parameters accordingly.
 
     Args:
-        in_features: as of `MLP`, and so all arguments that are not listed here.
+        in_features: as in `MLP`, like all arguments that are not described here.
         hidden_features: size of the hidden layer of each expert.
         experts: number of experts.
         top_k: number of experts of each token.
         router_mult: multiplier of the router's logits (inverse temperature).
         renormalize: whether the gates of a token sum to 1; by default if ``top_k`` is above 1.
-        load_balancing: weight of `ops.Routing.load_balancing_loss`. Its gradient is added to that
-            of the model's loss; its value is not. 0 for none.
-        z_loss: the same for `ops.Routing.z_loss`.
+        load_balancing: weight of `ops.Routing.load_balancing_loss`. Its gradient is added to the
+            gradient of the model's loss; its value is not added to the loss. 0 turns it off.
+        z_loss: weight of `ops.Routing.z_loss`, which is added in the same way.
         expert_axis: name of the mesh axis that shards the experts.
 
     Example:
@@ -256,7 +257,7 @@ class MoE(nnx.Module):
         self.dropout = Dropout(dropout_rate, rngs=rngs)
 
     def route(self, x: ops.ArrayLike) -> ops.Routing:
-        """Return the experts of the tokens of (..., in_features), and the router's losses."""
+        """Choose experts for tokens (..., in_features); the result also has the router's losses."""
         return ops.route(
             self.policy.activation(x),
             read(self.router),

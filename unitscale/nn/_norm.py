@@ -67,8 +67,8 @@ class _Norm(nnx.Module):
 class LayerNorm(_Norm):
     """Layer normalization over the last axis (`ops.layer_norm`), as `flax.nnx.LayerNorm`.
 
-    The parameter of ``use_scale``, Flax's ``scale``, is the attribute ``gain``. ``rngs`` are needed
-    only by initializers other than zeros and ones.
+    The parameter that Flax calls ``scale`` is called ``gain`` here; ``use_scale`` still turns it
+    on. ``rngs`` are needed only by initializers other than zeros and ones.
 
     Example:
         >>> LayerNorm(4)(jnp.ones((2, 4), jnp.float16)).dtype.name
@@ -97,7 +97,7 @@ class RMSNorm(_Norm):
 class GroupNorm(_Norm):
     """Normalization of groups of channels (`ops.group_norm`), as `flax.nnx.GroupNorm`.
 
-    Give one of ``num_groups`` and ``group_size``, and None for the other.
+    Give either ``num_groups`` or ``group_size``, and None for the other.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class GroupNorm(_Norm):
         both = num_groups is not None and group_size is not None
         if both or divisor is None or divisor < 1 or num_features % divisor:
             raise ValueError(
-                "unitscale.nn.GroupNorm: give one of num_groups and group_size, the other None, "
-                f"that divides num_features; got {num_groups}, {group_size}, {num_features}"
+                "unitscale.nn.GroupNorm: of num_groups and group_size one must be None, and the "
+                f"other divide num_features; got {num_groups}, {group_size}, {num_features}"
             )
         self.num_groups = num_features // divisor if num_groups is None else num_groups
         super().__init__(num_features, epsilon=epsilon, **options)
@@ -158,7 +158,7 @@ class BatchNorm(_Norm):
         self.var = nnx.BatchStat(jnp.ones(num_features, jnp.float32))
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Set what `nnx.view` asks for; `nnx.view_info` reads arguments at two spaces.
+        """Apply settings of `nnx.view`; `nnx.view_info` needs the two-space indentation.
 
         Args:
           use_running_average: whether to use the running averages.
@@ -184,8 +184,8 @@ class BatchNorm(_Norm):
 class Dropout(nnx.Module):
     """Dropout that keeps unit variance (`ops.dropout`), as `flax.nnx.Dropout`.
 
-    When deterministic it returns the expected value of the random case. ``rngs`` are needed unless
-    each call gives them or is deterministic.
+    A deterministic call returns the expected value of a random one. ``rngs`` are needed unless
+    every call passes them or is deterministic.
 
     Example:
         >>> print(Dropout(0.75, deterministic=True)(jnp.ones(2)).data)
@@ -211,7 +211,7 @@ class Dropout(nnx.Module):
     def __call__(
         self, x: ops.ArrayLike, *, deterministic: bool | None = None, rngs: RngsLike = None
     ) -> ScaledArray:
-        """Drop elements of ``x``; arguments left out take the layer's own."""
+        """Drop elements of ``x``. An argument that is None takes the layer's own setting."""
         key = self.key(deterministic, rngs)
         return ops.dropout(
             x,
@@ -222,10 +222,10 @@ class Dropout(nnx.Module):
         )
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Set what `nnx.view` asks for; `nnx.view_info` reads arguments at two spaces.
+        """Apply settings of `nnx.view`; `nnx.view_info` needs the two-space indentation.
 
         Args:
-          deterministic: whether nothing is dropped.
+          deterministic: whether dropout is off.
         """
         if deterministic is not None:
             self.deterministic = deterministic

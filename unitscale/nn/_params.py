@@ -14,7 +14,7 @@ from ..rules import ROLES
 from ._policy import Policy
 
 Initializer: TypeAlias = Callable[..., Any]
-"""A function of key, shape and dtype, as those of `nnx.initializers`."""
+"""A function of key, shape and dtype, like those in `nnx.initializers`."""
 Metadata: TypeAlias = Mapping[str, Any]
 """Metadata of a parameter's Variable, such as ``{"out_sharding": (None, "model")}``."""
 OutSharding: TypeAlias = NamedSharding | PartitionSpec | None
@@ -45,8 +45,8 @@ def weight(
     """Return a weight with its role, fan-in, fan-out and residual depth as metadata.
 
     ``depth`` is the number of residual branches of the stack that the weight is in (`set_depth`),
-    1 outside of any. ``padding`` is the number of zeros after each dimension, which fans do not
-    count and which must get no gradient.
+    and 1 outside of stacks. ``padding`` is the number of zeros appended along each dimension. They
+    do not count toward fan-in and fan-out, and must get no gradient.
     """
     assert role in ROLES, f"unknown role {role}"
     value = _as_stored(init(rngs.params(), shape, jnp.float32), policy, padding)
@@ -63,7 +63,7 @@ def vector(
     role: str,
     metadata: Metadata = NO_METADATA,
 ) -> nnx.Param:
-    """Return a bias or gain. Zeros and ones draw no key, so they do not change other draws."""
+    """Return a bias or gain. The initializers zeros and ones do not use up a random key."""
     assert role in ROLES, f"unknown role {role}"
     if rngs is None and init not in (zeros, ones):
         raise ValueError("unitscale.nn: an initializer other than zeros and ones needs rngs=")
@@ -88,7 +88,7 @@ def set_depth(module: nnx.Module, depth: int) -> None:
 
 
 def padding_of(owner: str, vocab: int, multiple: int) -> int:
-    """Return how many zeros pad a vocabulary to a multiple that matmul kernels prefer."""
+    """Return the number of zeros that pad a vocabulary to the next multiple."""
     if multiple < 1:
         raise ValueError(
             f"unitscale.nn.{owner}: pad_to_multiple_of must be at least 1; got {multiple}"
@@ -112,7 +112,7 @@ def unpadded(parameter: nnx.Variable) -> Any:
 
 
 def reshard_output(y: ScaledArray, out_sharding: OutSharding) -> ScaledArray:
-    """Reshard the data of a layer's output as the caller asks; None leaves it as it is."""
+    """Reshard the data of a layer's output as the caller asks; None leaves it unchanged."""
     return y if out_sharding is None else y.map_data(lambda data: reshard(data, out_sharding))
 
 
@@ -120,6 +120,6 @@ def given(**options: Any) -> dict[str, Any]:
     """Return the options that are not None.
 
     `nnx.tabulate` fails if a layer is called with a ScaledArray and a keyword argument that is
-    None, so layers pass on only what they were given.
+    None, so layers pass on only the arguments that they were given.
     """
     return {name: value for name, value in options.items() if value is not None}

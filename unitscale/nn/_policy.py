@@ -1,4 +1,4 @@
-"""Policies, the number formats of layers, and rules that assign them to paths of a model."""
+"""Policies (the number formats of layers), and rules that assign them to layers by path."""
 
 import dataclasses
 import difflib
@@ -25,8 +25,8 @@ class Policy:
     """The number formats of a layer.
 
     Parameters are stored in ``param_dtype`` and cast to ``compute_dtype`` where they are used;
-    activations and their cotangents have ``compute_dtype``. With ``matmul``, matmuls with weights
-    quantize their operands, weights directly from ``param_dtype``.
+    activations and their cotangents have ``compute_dtype``. If ``matmul`` is set, matmuls with
+    weights quantize both operands; weights are quantized directly from ``param_dtype``.
 
     Attributes:
         param_dtype: dtype of parameters, of 16 bits or more.
@@ -35,8 +35,8 @@ class Policy:
         exempt: roles of weights whose matmuls are not quantized; by default the readout.
         readout: config of the readout's matmuls, regardless of ``exempt``; None follows ``exempt``
             and ``matmul``. See `with_quantized_readout`.
-        loss: config of the two backward matmuls of the methods ``cross_entropy`` where the readout
-            is not quantized otherwise; None for none. See `with_quantized_readout`.
+        loss: config of the two backward matmuls of ``cross_entropy`` methods if the readout is not
+            otherwise quantized; None does not quantize them. See `with_quantized_readout`.
 
     Example:
         >>> Policy(compute_dtype="float16").compute_dtype
@@ -87,7 +87,7 @@ class Policy:
         """Return an activation in the compute dtype.
 
         Finite values beyond the range of float16 saturate, as they do in FP8 matmuls; infinity and
-        NaN stay. Give inputs that are far from unit size a scale.
+        NaN stay. Pass inputs that are far from unit size as ScaledArrays.
         """
         if not isinstance(x, ScaledArray):
             x = jnp.asarray(x)
@@ -119,7 +119,7 @@ class Policy:
         """Return the policy with the readout's matmuls quantized as well.
 
         The gradient of logits has one large entry per token, and most others are below the
-        smallest number of E4M3: it is rounded to E5M2, unless the strategy is `Block`.
+        smallest number of E4M3, so it is rounded to E5M2 unless the strategy is `Block`.
         ``gradients_only`` computes logits in the compute dtype, and quantizes only the two backward
         matmuls of `Readout.cross_entropy` and `Embed.cross_entropy`.
 
@@ -130,7 +130,7 @@ class Policy:
         if self.matmul is None:
             raise ValueError(
                 "unitscale.nn.Policy.with_quantized_readout: matmul must be a MatmulConfig; got "
-                "None. Begin with a policy such as 'fp8'."
+                "None. Start from a policy such as 'fp8'."
             )
         config = self.matmul
         if not isinstance(config.strategy, Block):
@@ -141,7 +141,7 @@ class Policy:
             raise ValueError(
                 "unitscale.nn.Policy.with_quantized_readout: gradients_only needs a strategy that "
                 f"keeps no scales, such as Unit or Dynamic; got {config.strategy}. Leave it False, "
-                "or begin with another policy."
+                "or start from another policy."
             )
         return dataclasses.replace(self, loss=config)
 
@@ -156,16 +156,16 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None) -> Policy:
-    """Return a Policy from itself or from the name of a preset.
+    """Return the Policy of a preset's name; a Policy is returned unchanged.
 
-    | preset | activations | matmuls with weights, the readout's excepted |
+    | preset | activations | matmuls with weights, except the readout's |
     |---|---|---|
     | "float32", "bfloat16", "float16" | as named | as activations |
     | "fp8" | bfloat16 | E4M3, cotangents too; no scales are measured |
     | "fp8_e5m2" | bfloat16 | E4M3, cotangents E5M2, for models that are not unit scaled |
     | "fp8_dynamic" | bfloat16 | E4M3, cotangents E5M2; scales from the amax of this step |
-    | "fp8_delayed" | bfloat16 | the same from the amax of earlier steps: use `nn.value_and_grad` |
-    | "fp8_static" | bfloat16 | the same with scales that `nn.calibrate` sets once |
+    | "fp8_delayed" | bfloat16 | same, from the amax of earlier steps; needs `nn.value_and_grad` |
+    | "fp8_static" | bfloat16 | same, but with scales that `nn.calibrate` sets once |
     | "mxfp8" | bfloat16 | E4M3, cotangents too; one scale for each block of 32 elements |
 
     Parameters are float32, and the readout computes in the dtype of activations.
@@ -194,30 +194,30 @@ def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None)
 
 
 def did_you_mean(name: str, names: Mapping[str, Any]) -> str:
-    """Return a hint at the nearest name, which knows abbreviations such as fp16; "" for none."""
+    """Return a hint at the nearest name, also for abbreviations such as fp16; "" for none."""
     spelled = re.sub(r"^(b?)fp?(16|32)$", r"\1float\2", name.lower())
     near = difflib.get_close_matches(spelled, names, 1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def set_policies(model: nnx.Module, rules: Mapping[str, PolicyLike]) -> dict[str, str]:
-    """Change the policies of single layers of a unit-scaled model, in place.
+    """Change the policies of individual layers of a unit-scaled model, in place.
 
-    Use it to keep matmuls that FP8 does not suit in 16 bits. It acts on layers with a matmul
+    Use it to run some matmuls of an FP8 model in 16 bits. It acts on layers with a matmul
     (`Dense`, `Readout`, `Embed`, `Conv`, `Einsum`), also inside other modules.
 
     Args:
         model: the model, which is changed. Its parameters stay the same.
         rules: maps patterns of dotted paths (`fnmatch`: "*.attention.query") to policies. The
-            first pattern that matches a layer counts.
+            first pattern that matches a layer applies.
 
     Returns:
         The path of each layer that was changed, and the pattern that matched it.
 
     Raises:
-        ValueError: if a pattern matches no layer, or only layers that an earlier one has taken; if
-            a policy is unknown, has another ``param_dtype`` than the layer, or a strategy with a
-            state, which only a constructor can set. The model is then unchanged.
+        ValueError: if a pattern matches no layer, or only layers that earlier patterns match; or if
+            a policy is unknown, has a ``param_dtype`` other than the layer's, or has a strategy
+            with state, which only a constructor can create. The model is then unchanged.
 
     Example:
         >>> from unitscale.nn import MLP
@@ -281,17 +281,17 @@ def children_of(node: Any) -> list[tuple[Any, Any]]:
         name = str(child[0])
         return (int(name), "") if name.isdecimal() else (math.inf, name)
 
-    # Splitting and merging a module changes the order of its attributes.
+    # Sorted, because splitting and merging a module changes the order of its attributes.
     return sorted(children, key=order)
 
 
 def assign(
     rules: Mapping[str, Value], paths: Iterable[str], owner: str, none: str = "there are none"
 ) -> dict[str, tuple[str, Value]]:
-    """Return the first rule whose pattern matches each path; ``none`` says why there is no path.
+    """Return the first rule that matches each path; ``none`` explains why there are no paths.
 
     Raises:
-        ValueError: if a rule matches no path, or only paths that an earlier rule has taken.
+        ValueError: if a rule matches no path, or only paths that an earlier rule matches.
     """
     paths, found = list(paths), {}
     for path in paths:
@@ -301,9 +301,9 @@ def assign(
     for pattern in (rule for rule in rules if rule not in used):
         if taken := [path for path in paths if fnmatchcase(path, pattern)]:
             raise ValueError(
-                f"unitscale.nn.{owner}: every layer that {pattern!r} matches is taken by an "
-                f"earlier rule, such as {taken[0]} by {found[taken[0]][0]!r}. The first rule that "
-                "matches a layer counts: move this one up?"
+                f"unitscale.nn.{owner}: an earlier rule matches every layer that {pattern!r} "
+                f"does, such as {found[taken[0]][0]!r} for {taken[0]}. The first rule that "
+                "matches a layer applies: move this one up?"
             )
         near = difflib.get_close_matches(pattern.strip("*."), paths, 3, cutoff=0.0)
         raise ValueError(

@@ -20,10 +20,10 @@ Weights: TypeAlias = list[tuple[Any, Any]]
 class RNNCell(nnx.Module):
     """Base of recurrent cells. A cell of your own sets ``gates`` and implements `step`.
 
-    A cell is two functions: `project`, which maps inputs and may be applied to a whole sequence at
-    once, and `step`, which maps the state. ``gates`` is the number of gates and candidates, each a
-    projection to the size of the state; ``depth`` is the number of kernels that are applied to the
-    state (``recurrent_kernel_init``), of which those after the first have biases.
+    A cell has two functions. `project` maps inputs, and may be applied to a whole sequence at once.
+    `step` updates the state. ``gates`` is the number of gates and candidates, each a projection to
+    the size of the state. ``depth`` is the number of kernels that are applied to the state
+    (``recurrent_kernel_init``); all but the first have biases.
     """
 
     num_feature_axes = 1
@@ -43,7 +43,7 @@ class RNNCell(nnx.Module):
         if not hasattr(self, "gates"):
             raise TypeError(
                 f"{self._where}: expected a cell that sets gates and implements step, such as "
-                "SimpleCell, GRUCell or OptimizedLSTMCell; got their base"
+                "SimpleCell, GRUCell or OptimizedLSTMCell; got the base class"
             )
         if self.depth < 1:
             raise ValueError(f"{self._where}: depth must be at least 1; got {self.depth}")
@@ -71,7 +71,7 @@ class RNNCell(nnx.Module):
     def weights(self, steps: int = 1) -> Weights:
         """Return the kernel and bias of each projection of the state, for use in ``steps`` steps.
 
-        Their gradients, sums over steps, have the factor of `rules.recurrent_kernel`.
+        Their gradients are sums over steps, and get the factor of `rules.recurrent_kernel`.
         """
         factor = rules.recurrent_kernel(steps).bwd[0]
 
@@ -84,7 +84,7 @@ class RNNCell(nnx.Module):
     def step(
         self, weights: Weights, carry: Carry, projected: ScaledArray
     ) -> tuple[Carry, ScaledArray]:
-        """Map the carry and the projection of one input to the next carry and the output."""
+        """Map the carry and one projected input to the next carry and the output."""
         raise NotImplementedError(f"{self._where} must implement step")
 
     def initialize_carry(self, input_shape: tuple[int, ...], rngs: Any = None) -> Carry:
@@ -119,7 +119,7 @@ class RNNCell(nnx.Module):
 class GRUCell(RNNCell):
     """A gated recurrent unit (`ops.gru`), as `flax.nnx.GRUCell`.
 
-    The state is that of a GRU times a constant, of RMS near 1 after the first few steps.
+    The state is a constant times that of a plain GRU. Its RMS is near 1 after the first few steps.
 
     Example:
         >>> cell = GRUCell(4, 8, policy="float16", rngs=nnx.Rngs(0))
@@ -131,7 +131,7 @@ class GRUCell(RNNCell):
     gates = 3
 
     def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
-        """Map a state and a projected input to the next state, twice."""
+        """Return the next state twice: as carry and as output."""
         state = ops.gru(carry, projected, self._of_state(0, weights, carry))
         return state, state
 
@@ -150,7 +150,7 @@ class OptimizedLSTMCell(RNNCell):
         return zeros, zeros
 
     def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
-        """Map ``(cell, hidden)`` and a projected input to the next pair, and the hidden state."""
+        """Return the next ``(cell, hidden)``, and the hidden state as output."""
         cell, hidden = carry
         cell, hidden = ops.lstm(cell, projected, self._of_state(0, weights, hidden))
         return (cell, hidden), hidden
@@ -159,8 +159,8 @@ class OptimizedLSTMCell(RNNCell):
 class SimpleCell(RNNCell):
     """A simple recurrent cell (`ops.simple_rnn`), as `flax.nnx.SimpleCell`.
 
-    The state is that of flax's cell times a constant, of unit variance from the second step on. An
-    odd ``activation_fn`` keeps its mean at 0.
+    The state is a constant times that of Flax's cell. It has unit variance from the second step on,
+    and mean 0 if ``activation_fn`` is odd.
     """
 
     gates = 1
@@ -178,7 +178,7 @@ class SimpleCell(RNNCell):
         self.residual, self.activation_fn = residual, activation_fn
 
     def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
-        """Map a state and a projected input to the next state, twice."""
+        """Return the next state twice: as carry and as output."""
         state = ops.simple_rnn(
             carry,
             projected,
@@ -192,8 +192,8 @@ class SimpleCell(RNNCell):
 class RHNCell(RNNCell):
     """A recurrent highway cell (`ops.highway`): ``depth`` gated layers within one step.
 
-    The input enters the first layer. Later layers read only the state, and increase the mean square
-    of a gradient by about a fifth each: with a depth of 4 or more, gradients of long sequences no
+    The first layer reads the input. Later layers read only the state, and each increases the mean
+    square of a gradient by about a fifth: with a depth of 4 or more, gradients of long sequences no
     longer have unit size.
     """
 
@@ -206,7 +206,7 @@ class RHNCell(RNNCell):
         super().__init__(in_features, hidden_features, **options)
 
     def step(self, weights: Weights, carry: Carry, projected: ScaledArray):
-        """Map a state and a projected input to the next state, twice."""
+        """Return the next state twice: as carry and as output."""
         state = carry
         for layer in range(self.depth):
             h = self._of_state(layer, weights, state)
@@ -216,10 +216,10 @@ class RHNCell(RNNCell):
 
 
 class RNN(nnx.Module):
-    """Runs a cell over a sequence, as `flax.nnx.RNN`.
+    """A layer that runs a cell over a sequence, as `flax.nnx.RNN`.
 
-    Inputs are projected for all steps at once; the kernels of the state get a factor for the number
-    of steps that their gradients sum over (`rules.recurrent_kernel`). The carry has no scale.
+    Inputs are projected for all steps at once. Kernels of the state get a factor for the number of
+    steps that their gradients are summed over (`rules.recurrent_kernel`). The carry has no scale.
 
     Example:
         >>> layer = RNN(GRUCell(4, 8, rngs=nnx.Rngs(0)))
@@ -260,9 +260,9 @@ class RNN(nnx.Module):
     ) -> Any:
         """Map (..., time, in_features) to (..., time, hidden_features), or ``(carry, outputs)``.
 
-        Arguments are those of `flax.nnx.RNN`; settings that are None are those of the layer.
-        ``seq_lengths`` (...,) is the number of valid steps of each sequence: the carry stops
-        changing there, and reversing reverses only the valid steps.
+        Arguments are those of `flax.nnx.RNN`; None takes the layer's own setting. ``seq_lengths``
+        (...,) is the number of valid steps of each sequence: after them the carry no longer
+        changes, and only the valid steps are reversed.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major
@@ -305,7 +305,7 @@ class RNN(nnx.Module):
 
 
 def _reshard_carry(carry: Carry, data: jax.Array) -> Carry:
-    """Shard a state (..., features) over explicit axes as data (time, ..., features) is."""
+    """Shard a state (..., features) like the data (time, ..., features) over explicit axes."""
     spec = jax.typeof(data).sharding.spec
     if not any(spec):
         return carry

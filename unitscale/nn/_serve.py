@@ -1,7 +1,7 @@
 """Saving and serving: FP8 weights, and serialization by `flax.serialization` and `jax.export`.
 
-Importing this registers ScaledArrays, the moments of `optim.scaled`, `QuantState` and `nnx.State`
-with `flax.serialization`, and `KVCache` with `jax.export`.
+Importing this module registers ScaledArrays, the moments of `optim.scaled`, `QuantState` and
+`nnx.State` with `flax.serialization`, and `KVCache` with `jax.export`.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from ._policy import assign, join, nodes_of
 
 @dataclasses.dataclass(frozen=True)
 class _KeepWeight:
-    """A layer's `promote_dtype` that does not cast the kernel."""
+    """A replacement for a layer's `promote_dtype` that does not cast the kernel."""
 
     original: Any
     kernel_dtype: Any
 
     def __call__(self, arrays, *, dtype=None, **kwargs):
         inputs, kernel, bias = arrays
-        # The dtype of the former kernel takes part in the promotion.
+        # Promote with the dtype that the kernel had before it was stored in FP8.
         like = jnp.zeros((), self.kernel_dtype)
         inputs, _, bias = self.original((inputs, like, bias), dtype=dtype, **kwargs)
         return inputs, kernel, bias
@@ -39,12 +39,12 @@ class _KeepWeight:
 def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> tuple[str, ...]:
     """Store the weights of converted layers in FP8, in place, to serve the model.
 
-    The model is for inference only: its weights are `StaticWeight` variables, which no optimizer
-    sees, and `restore` cannot undo the rounding. Save and load its `nnx.state` as usual.
+    The model is then for inference only: its weights are `StaticWeight` variables, which optimizers
+    ignore, and `restore` cannot undo the rounding. Save and load its `nnx.state` as usual.
 
-    Each weight has one scale per layer, the least power of two that brings its amax into the
-    format. Inputs have the scale in ``scales``, or the one that the layer keeps (`Delayed`,
-    `Static`), 1 (`Unit`), or one measured in each call (`Dynamic`).
+    Each weight gets one scale per layer, the smallest power of two that brings its amax into the
+    range of the format. An input's scale is the one given in ``scales``; otherwise the one that the
+    layer keeps (`Delayed`, `Static`), 1 (`Unit`), or one measured in each call (`Dynamic`).
 
     Args:
         model: a model that was changed by `convert`, and trained or calibrated.
@@ -78,8 +78,8 @@ def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> t
         if isinstance(node, NORMALIZERS) and inside:
             raise ValueError(
                 f"unitscale.nn.to_static: the kernel of {inside[0]} is set by "
-                f"nnx.{type(node).__name__} in each call. Give convert a rule that leaves the "
-                "layer out: None"
+                f"nnx.{type(node).__name__} in each call. Leave the layer out of convert by a "
+                "rule with None"
             )
     given = assign(scales or {}, found, "to_static")
     for pattern, scale in (scales or {}).items():
@@ -97,7 +97,7 @@ def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> t
     for path, (layer, hook) in found.items():
         kernel, fmt = layer.kernel.get_value(), format_of(hook.config.rhs)
         keep_weight = _KeepWeight(layer.promote_dtype, kernel.dtype)
-        kernel = kernel.astype(layer.dtype or kernel.dtype)  # as in training, before FP8
+        kernel = kernel.astype(layer.dtype or kernel.dtype)  # cast as in training
         stack = kernel.shape[: kernel.ndim - kernel_rank(layer)]
         own = tuple(range(len(stack), kernel.ndim))
         weight_scale = tensor_scale(kernel, fmt, axis=own)

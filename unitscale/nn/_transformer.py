@@ -49,23 +49,22 @@ class LayerFactors(NamedTuple):
 class TransformerLayer(nnx.Module):
     """Attention and MLP, each a residual branch (`ops.residual`) with its own tau.
 
-    The attention's factor accounts for what tokens share after the branches below
-    (`rules.AttentionContext`), which are assumed to be like those of this layer. On a mesh with
-    automatic axes (`jax.set_mesh`) the residual stream is sharded over the axes fsdp and data (the
-    batch) and context (tokens).
+    The attention's factor accounts for the component that the branches below make all tokens share
+    (`rules.AttentionContext`); these branches are assumed to be like those of this layer. On a mesh
+    with automatic axes (`jax.set_mesh`) the residual stream is sharded over the axes fsdp and data
+    (the batch) and context (tokens).
 
     Args:
         features: width of the residual stream.
-        num_heads: as of `MultiHeadAttention`, and so all arguments that are not listed here.
+        num_heads: as in `MultiHeadAttention`, like all arguments that are not described here.
         hidden_features: hidden size of the MLP; four times features by default.
         taus: residual weights of the attention and of the MLP branch.
         taus_below: residual weights of the branches of all layers below, the lowest first.
         depth: number of residual branches of the whole stack, recorded on all parameters for u-muP.
         norm: "rms" or "layer".
         norm_placement: "pre" (inside the branch), "post" (after the sum) or "none".
-        activation: as of `MLP`; ``mlp_mult`` multiplies its argument.
-        mlp: makes the second branch, called as `MLP` is: ``functools.partial(MoE, experts=8)`` for
-            a mixture of experts.
+        activation: as in `MLP`; ``mlp_mult`` multiplies its argument.
+        mlp: constructor of the second branch, such as ``functools.partial(MoE, experts=8)``.
         dropout_rate: rate of dropout on attention weights and on both branches' outputs.
     """
 
@@ -152,9 +151,9 @@ class TransformerLayer(nnx.Module):
         deterministic: bool | None = None,
         factors: LayerFactors | None = None,
     ) -> ScaledArray:
-        """Map (batch, time, features) to the same shape; arguments as for the attention.
+        """Map (batch, time, features) to the same shape; arguments are those of the attention.
 
-        ``factors`` replace those of the layer where a `TransformerStack` scans over layers.
+        A `TransformerStack` that scans over layers passes ``factors`` to replace the layer's own.
         """
         dropout = given(deterministic=deterministic)
         factor = None if factors is None else factors.attention
@@ -164,7 +163,7 @@ class TransformerLayer(nnx.Module):
         return self._branch(x, 1, lambda h: self.mlp(h, **dropout), factors)
 
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
-        """Map the next tokens, given a cache of earlier ones; return the longer cache too."""
+        """Return the output for the next tokens, given the layer's cache, and the new cache."""
 
         def attend(h):
             nonlocal cache
@@ -190,18 +189,18 @@ class TransformerStack(nnx.Module):
 
     Args:
         num_layers: number of layers.
-        features: as of `TransformerLayer`, and so all arguments that are not listed here.
+        features: as in `TransformerLayer`, like all arguments that are not described here.
         num_heads: number of attention heads.
         residual_scheme: "fixed", "running_mean" or "depth" (u-muP appendix G).
         residual_tau: tau of the scheme "fixed".
         residual_mult: multiplier of all branches in the scheme "depth".
         residual_attention_ratio: ratio of attention to MLP branches in the scheme "depth".
-        remat: what the backward pass recomputes: "none"; "dots", everything except matmuls with
-            weights (few FLOPs); "layer", everything, from the layer's input.
-        scan: whether the layers are one module with stacked parameters that `jax.lax.scan` runs:
-            compilation then takes the time of one layer. Results are equal up to rounding.
-            `with_scan` switches between the two. Adafactor and Muon, which decide by the number
-            of axes of a parameter, see one more.
+        remat: what the backward pass recomputes: "none", nothing; "dots", everything except matmuls
+            with weights (few FLOPs); "layer", everything, from the layer's input.
+        scan: whether the layers are one module with stacked parameters that `jax.lax.scan` runs.
+            Then only one layer is compiled. Results are equal up to rounding. `with_scan` switches
+            between the two. Stacked parameters have one more axis, which can change what Adafactor
+            and Muon do: both decide by the number of axes.
 
     Example:
         >>> stack = TransformerStack(2, 32, 4, is_causal=True, rngs=nnx.Rngs(0))
@@ -260,12 +259,12 @@ class TransformerStack(nnx.Module):
         if not scan:
             self.layers = nnx.List(layers)
             return
-        for layer in layers:  # `own` keeps what they differ in
+        for layer in layers:  # make them equal to stack them; `own` keeps the differences
             layer.taus, layer.attention.context = layers[0].taus, None
         self.layers = nnx.data(stack_layers(layers))
 
     def layer_list(self) -> list[TransformerLayer]:
-        """Return the layers, first to last; those of a scan as copies."""
+        """Return the layers, first to last; copies if the stack scans."""
         if not self.scan:
             return list(self.layers)
         layers = unstack_layers(self.layers)
@@ -306,7 +305,7 @@ class TransformerStack(nnx.Module):
         positions=None,
         deterministic: bool | None = None,
     ) -> ops.ArrayLike:
-        """Map (batch, time, features) to the same shape; arguments as for the attention."""
+        """Map (batch, time, features) to the same shape; arguments are those of the attention."""
         options = given(mask=mask, positions=positions, deterministic=deterministic)
         if self.scan:
             return scan_layers(
@@ -326,13 +325,13 @@ class TransformerStack(nnx.Module):
         return x
 
     def init_cache(self, batch: int, max_length: int) -> tuple[KVCache, ...]:
-        """Return one empty cache per layer, as `MultiHeadAttention.init_cache`."""
+        """Return one empty cache per layer (`MultiHeadAttention.init_cache`)."""
         return tuple(layer.attention.init_cache(batch, max_length) for layer in self.layer_list())
 
     def decode(
         self, x: ops.ArrayLike, cache: tuple[KVCache, ...]
     ) -> tuple[ops.ArrayLike, tuple[KVCache, ...]]:
-        """Map the next tokens, given the caches of earlier ones; return the longer caches too."""
+        """Return the output for the next tokens, given the layers' caches, and the new caches."""
         longer = []
         for layer, layer_cache in zip(self.layer_list(), cache, strict=True):
             x, layer_cache = layer.decode(x, layer_cache)
@@ -357,8 +356,8 @@ def stack_layers(layers: Sequence[Layer]) -> Layer:
     split = [nnx.split(layer) for layer in layers]
     if not split or any(graphdef != split[0][0] for graphdef, _ in split):
         raise ValueError(
-            f"unitscale.nn.stack_layers: expected layers of one structure; got {len(split)} that "
-            "differ in type, options or parameters"
+            f"unitscale.nn.stack_layers: layers must have the same structure; got {len(split)} "
+            "that differ in type, options or parameters"
         )
     states = [state for _, state in split]
     return nnx.merge(split[0][0], jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
@@ -388,7 +387,7 @@ def scan_layers(
     """Apply each layer of a stack to the output of the one before, by `jax.lax.scan`.
 
     ``call`` maps a layer, its input and its entry of ``xs`` to the next input; ``checkpoint`` wraps
-    the step. State that layers change is updated in the stack.
+    the step. If layers change their state, the stack's state is updated.
     """
     graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
     old, structure = jax.tree.flatten(rest)
@@ -421,14 +420,14 @@ def scan_layers(
 
 
 def _with_stacked_scales(params: Any) -> Any:
-    """Give each layer a scale of its own where an optimizer gave all of them one."""
+    """Give each layer its own scale where an optimizer chose one scale for all layers."""
     return jax.tree.map(
         lambda p: as_scaled(p, stack_axes=1) if is_scaled(p) else p, params, is_leaf=is_scaled
     )
 
 
 def _with_scale_of(x: ScaledArray, like: ScaledArray) -> ScaledArray:
-    """Return the same value with a scale of a shape that the scan can carry."""
+    """Return the same value with its scale broadcast to that of ``like``, for a scan's carry."""
     scales = [s for s in (x.full_scale, like.scale) if s is not None]
     if not scales:
         return x

@@ -1,7 +1,7 @@
-"""Unit-scaled layers in place of those of a plain `flax.nnx` model.
+"""Replace the layers of a plain `flax.nnx` model by unit-scaled ones.
 
-What a module computes between its layers is Python code that cannot be changed from outside:
-residual sums, activations and losses stay as they are, and the report says so.
+Code between the layers cannot be changed from outside: residual sums, activations and losses stay
+the same, and the report says so.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Rescaled:
 
 @dataclasses.dataclass(frozen=True)
 class UnitScaleReport:
-    """Report of `unit_scale`: a table when printed, with a row per layer that it looked at."""
+    """Report of `unit_scale`: a table when printed, with one row for each layer."""
 
     layers: tuple[Rescaled, ...]
 
@@ -51,15 +51,15 @@ class UnitScaleReport:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """Paths of the other layers, and why."""
+        """Paths of the other layers, and the reason for each."""
         return {layer.path: layer.reason for layer in self.layers if not layer.became}
 
     def __str__(self) -> str:
         """Return a summary, one row for each layer, and what the rows do not cover."""
-        rows = [("layer", "class", "now", "why not, or what else")]
-        rows += [(x.path, x.kind, x.became or "as before", x.reason) for x in self.layers]
+        rows = [("layer", "class", "now", "note")]
+        rows += [(x.path, x.kind, x.became or "unchanged", x.reason) for x in self.layers]
         count = f"{len(self.changed)} of {len(self.layers)} layers unit-scaled"
-        others = "not changed: activations, sums (residual ones too) and losses between layers"
+        others = "not changed: activations, sums (also residual ones) and losses between layers"
         return "\n".join([count, *table(rows), others])
 
 
@@ -75,31 +75,32 @@ def unit_scale(
     """Return a plain `flax.nnx` model with its layers replaced by unit-scaled ones.
 
     Scaling:
-        Each layer becomes its counterpart of `unitscale.nn`, and returns a plain array. Its
-        parameters are drawn anew, or with ``keep_function`` are those of the model divided by the
-        layer's forward factor: ``kernel * in^1/2`` for a Linear, of unit variance if the model is
-        freshly initialised. Embedding tables then stay the same, whatever their variance.
+        Each layer becomes its counterpart in `unitscale.nn`, and returns a plain array. Its
+        parameters are newly initialized. With ``keep_function`` they are the old ones divided by
+        the layer's forward factor: ``kernel * in^1/2`` for a Linear, which has unit variance if the
+        model is freshly initialized. Embedding tables are then copied, whatever their variance.
 
-        Backward factors suit a loss that applies each layer once and is differentiated by
-        parameters. Trace a loss that applies layers to inputs of several sizes within
-        `unitscale.batch_size`. A loss that contains a gradient by an input, such as forces and
-        gradient penalties, needs plain layers: unit-scaled ones give a multiple of the derivative.
+        Backward factors assume a loss that applies each layer once and is differentiated with
+        respect to parameters. If the loss applies layers to inputs of several sizes, trace it
+        within `unitscale.batch_size`. If the loss contains a gradient with respect to an input,
+        such as forces or a gradient penalty, use plain layers: the gradient through unit-scaled
+        ones is a multiple of the true one.
 
-        The new layers are called as Flax's are, with the input as first argument, but norms take no
-        ``mask=``, attention no ``sow_weights=``, ``is_causal=`` and ``decode=True``, an Einsum no
-        equation per call, and `attend` of an Embed no ``out_sharding=``.
+        Call the new layers like Flax's, with the input as first argument. They do not support
+        ``mask=`` of norms; ``sow_weights=``, ``is_causal=`` and ``decode=True`` of attention; an
+        equation in each call of an Einsum; and ``out_sharding=`` of `Embed.attend`.
 
     Args:
         model: a module, which is not changed.
-        policy: policy of the new layers. The dtypes of a layer replace those of the policy.
+        policy: policy of the new layers. The dtypes of a layer override those of the policy.
         keep_function: whether the new model computes the same function as the old one.
         readout: patterns (`fnmatch`) of paths of `nnx.Linear` layers that become `Readout`.
         max_length: number of keys that the factor of attention is computed for; by default that of
-            each call. With ``keep_function`` attention needs it.
+            each call. Attention needs it with ``keep_function``.
         rngs: streams of random keys for new parameters; needed unless ``keep_function``.
 
     Returns:
-        The new model, and what was done to each layer, and why.
+        The new model, and a report of what was done to each layer and why.
 
     Raises:
         ValueError: if there are no rngs to draw from, or a pattern matches no `nnx.Linear`.
@@ -137,7 +138,7 @@ def unit_scale(
             if type(node) not in _LAYERS:
                 reason = f"{kind} is not converted"
             elif shared:
-                reason = f"{shared[0][0]} is {shared[0][1]} too"
+                reason = f"{shared[0][0]} is shared with {shared[0][1]}"
             elif not (reason := _obstacle(node)):
                 dtypes = {k: getattr(node, k, None) for k in ("dtype", "param_dtype")}
                 options = {"policy": as_policy(policy, **dtypes), "rngs": rngs}
@@ -149,7 +150,7 @@ def unit_scale(
         else:
             children = children_of(node)
             if own := [str(name) for name, child in children if isinstance(child, nnx.Param)]:
-                reason = f"its own {', '.join(own)}: write what it computes with unitscale.ops"
+                reason = f"it holds {', '.join(own)}: rewrite its computation with unitscale.ops"
                 entries.append(Rescaled(path=path, kind=kind, became="", reason=reason))
             replaced = {
                 name: other
@@ -214,7 +215,7 @@ class _MultiHeadAttention(_Arrays, MultiHeadAttention):
         return super().__call__(*args, **kwargs)
 
 
-# The counterpart of each layer, and the attributes that are its arguments.
+# The counterpart of each of Flax's layers, and the attributes that its constructor takes.
 _LAYERS: dict[type, tuple[Any, str]] = {
     nnx.Linear: (_unwrapped(Dense), "in_features out_features"),
     nnx.Conv: (
@@ -242,7 +243,7 @@ _LAYERS: dict[type, tuple[Any, str]] = {
     nnx.MultiHeadAttention: (_MultiHeadAttention, ""),
 }
 OTHERS = (nnx.LinearGeneral, nnx.InstanceNorm, nnx.LoRA, nnx.RNNCellBase, *NORMALIZERS)
-# Parameters and statistics of flax's layers, and their names here.
+# The names of parameters and statistics in Flax's layers, and their names here.
 _VARIABLES = {n: n for n in ("kernel", "bias", "embedding", "mean", "var")} | {"scale": "gain"}
 
 
@@ -253,7 +254,7 @@ def _counterpart(
     max_length: int | None,
     is_readout: bool,
 ) -> tuple[Any, str]:
-    """Return a replacement and what else changed, or None and why there is none."""
+    """Return a replacement and a note on what else changed, or None and the reason."""
     if isinstance(layer, nnx.MultiHeadAttention):
         return _attention(layer, options, keep_function, max_length)
     if reason := _difference(layer, keep_function):
@@ -292,7 +293,7 @@ def _counterpart(
 
 
 def _difference(layer: Any, keep_function: bool) -> str:
-    """Return which argument of a layer its counterpart does not have; "" if there is none."""
+    """Return an option of a layer that its counterpart lacks; "" if there is none."""
     if isinstance(layer, nnx.Conv | nnx.ConvTranspose):
         if layer.mask is not None:
             return "it has a mask"
@@ -309,7 +310,7 @@ def _difference(layer: Any, keep_function: bool) -> str:
         last = all(getattr(layer, name, -1) == -1 for name in ("axis", "feature_axes"))
         usual = None if isinstance(layer, nnx.GroupNorm) else -1
         if not last or getattr(layer, "reduction_axes", usual) != usual:
-            return "its axes are not the usual ones"
+            return "its axes are not the default ones"
         if layer.axis_name is not None:
             return "it has an axis_name"
     if isinstance(layer, nnx.Dropout) and keep_function and layer.rate:
@@ -381,7 +382,7 @@ def _attention(
     return new, "the sharding of its kernels is not kept" if sharded else ""
 
 
-# What a layer may have been given, and the defaults.
+# Functions that a layer may have been given, and their default values.
 _FUNCTIONS = (
     *("dot_general", "dot_general_cls", "einsum_op", "conv_general_dilated"),
     *("promote_dtype", "qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"),
@@ -391,7 +392,7 @@ _USUAL = (None, lax.dot_general, jnp.einsum, lax.conv_general_dilated, promote_d
 
 
 def variables_of(model: Any) -> Iterator[tuple[str, nnx.Variable]]:
-    """Yield variables other than random keys by dotted path, shared ones under each path."""
+    """Yield the dotted path and variable of all but random keys; shared ones once per path."""
     for path, node in nodes_of(model):
         for name, child in children_of(node):
             if isinstance(child, nnx.Variable) and not isinstance(child, nnx.RngState):
@@ -399,7 +400,7 @@ def variables_of(model: Any) -> Iterator[tuple[str, nnx.Variable]]:
 
 
 def _obstacle(layer: Any) -> str:
-    """Return what a layer has and its replacement would not; "" if there is nothing."""
+    """Return a customization that the replacement of a layer would lose; "" if there is none."""
     for name in _FUNCTIONS:
         if getattr(layer, name, None) not in _USUAL:
             return f"it has its own {name}"

@@ -1,4 +1,4 @@
-"""Roles of the arrays in optax states: which of them are moments, and the formats of these."""
+"""Which arrays in optax states are moments, and the formats that store them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,19 +11,18 @@ from ..core import format_of, is_scaled
 from ._storage import Moment, is_floating, stack_axes_of, store
 
 Role: TypeAlias = Literal["first", "second", "trace"]
-"""Role of an array of state: "first", a mean of gradients that the root of a second moment divides
-(Adam); "second", a mean of squares; "trace", momentum that is itself the update (SGD, Lion). See
-`scaled`."""
+"""Role of an array of state, for `scaled`: "first", a mean of gradients, divided by the root of a
+second moment (Adam); "second", a mean of squares; "trace", momentum as the update (SGD, Lion)."""
 
 Moments: TypeAlias = tuple[Any, Any] | Callable[[str, Role | None], Any]
 """Formats of the moments: see `unitscale.optim.scaled`."""
 
-# By type of state, since a field's name says little: `nu` is a mean of squares in Adam and momentum
-# in SM3. Arrays that are not listed keep their width, because rounding would break them: sums that
-# only grow (Adagrad, MADGRAD, COCOB, DoG, `grad_sum` of Prodigy and D-Adaptation), averages and
-# copies of parameters, gradients that are subtracted later (`g` of Adan, L-BFGS), means whose
-# square is subtracted from a mean of squares (centred RMSprop, AdaBelief), means too slow for
-# rounding (`m2` of AdEMAMix), cumulative factors (Rprop).
+# Keyed by type of state, because names of fields are ambiguous: `nu` is a mean of squares in Adam,
+# and momentum in SM3. Fields that are not listed are stored as they are, because rounding would
+# break them: sums that only grow (Adagrad, MADGRAD, COCOB, DoG, `grad_sum` of Prodigy and
+# D-Adaptation), averages and copies of parameters, gradients that are subtracted later (`g` of
+# Adan, L-BFGS), means whose square is subtracted from a mean of squares (centered RMSprop,
+# AdaBelief), means that change too slowly (`m2` of AdEMAMix), cumulative factors (Rprop).
 _ROLES: dict[str, dict[str, Role]] = {
     "FactoredState": {"v": "second"},
     "ScaleByAdaDeltaState": {"e_g": "second", "e_x": "second"},
@@ -47,40 +46,36 @@ _ROLES: dict[str, dict[str, Role]] = {
     "SophiaState": {"mu": "trace", "nu": "trace"},
 }
 
-# Transformations that measure how far the weights have moved, in steps near 1e-6 of them at first.
+# Transformations that measure how far the weights move, with first steps near 1e-6 of the weights.
 _TINY_STEPS = {"DAdaptAdamWState", "DoGState", "DoWGState", "MechanicState", "ProdigyState"}
 _TINY_STEPS |= {"ScaleByDistanceOverGradientsState"}
 
-# A format must span this many binades to hold squares.
-_BINADES_OF_SQUARES = 34
+# Formats of squares must have this ratio between their largest and smallest numbers.
+_RANGE_OF_SQUARES = 2.0**34
 
 
 def _optax_name(x: Any) -> str:
-    """Return the type of an optax state; "" for anything else."""
+    """Return the name of an optax state's type; "" for anything else."""
     return type(x).__name__ if type(x).__module__.partition(".")[0] == "optax" else ""
 
 
 def check_first_steps(state: Any, weights: Any) -> None:
     """Raise an error if rounded weights would lose the first steps of a transformation."""
-
-    def starts_tiny(x: Any) -> bool:
-        return _optax_name(x) in _TINY_STEPS
-
-    if tiny := [x for x in jax.tree.leaves(state, is_leaf=starts_tiny) if starts_tiny(x)]:
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: _optax_name(x) in _TINY_STEPS)
+    if tiny := [name for x in leaves if (name := _optax_name(x))]:
         raise ValueError(
-            f"unitscale.optim.scaled: inner keeps a {type(tiny[0]).__name__}: its first steps are "
-            f"near 1e-6 of the weights; weights in {format_of(weights).name} lose them. "
-            "Pass weights=None."
+            f"unitscale.optim.scaled: inner keeps a {tiny[0]}: its first steps are near 1e-6 of "
+            f"the weights; weights in {format_of(weights).name} lose them. Pass weights=None."
         )
 
 
 def path_name(path: Any) -> str:
-    """Return the name of a leaf: ``0.mu.kernel``."""
+    """Return the dotted path of a leaf, such as ``0.mu.kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _map_with_role(f: Any, state: Any, path: Any = (), role: Role | None = None) -> Any:
-    """Map ``f(path, leaf, role)`` over a state; the role is that of the nearest listed field."""
+    """Map ``f(path, leaf, role)`` over a state; a leaf's role is that of the field around it."""
 
     def visit(own: Any, x: Any) -> Any:
         fields = _ROLES.get(_optax_name(x)) if role is None else None
@@ -100,22 +95,21 @@ def _map_with_role(f: Any, state: Any, path: Any = (), role: Role | None = None)
 
 
 def _as_moment(moment: Any, role: Role | None, where: str, block: int | None) -> Moment:
-    """Return a format as a Moment; second moments are stored as roots by default."""
+    """Return the Moment of a format; by default second moments are stored as square roots."""
     if not isinstance(moment, Moment):
         moment = Moment(moment, root=role == "second", block=block)
     fmt = format_of(moment.dtype)
     ratio = fmt.max / fmt.smallest_subnormal
-    if role == "second" and not moment.root and ratio < 2.0**_BINADES_OF_SQUARES:
+    if role == "second" and not moment.root and ratio < _RANGE_OF_SQUARES:
         raise ValueError(
-            f"unitscale.optim.scaled: moments of {where} must hold squares; got {fmt.name} "
-            f"without the root, whose largest and smallest value are a factor {ratio:.1e} "
-            f"apart. Use Moment({fmt.name!r}, root=True) or 16 bits."
+            f"unitscale.optim.scaled: moments of {where} must hold squares; got {fmt.name}, with "
+            f"a range of {ratio:.1e}. Use Moment({fmt.name!r}, root=True) or 16 bits."
         )
     return moment
 
 
 def formats_of(moments: Any, block: int | None) -> Callable[[str, Role | None], Any]:
-    """Return the format of each array of a state, as a function of its path and role."""
+    """Return a function from path and role of an array of state to its format."""
     if callable(moments):
         return moments
     if not isinstance(moments, tuple) or len(moments) != 2:
@@ -129,7 +123,7 @@ def formats_of(moments: Any, block: int | None) -> Callable[[str, Role | None], 
     )
     trace = None
     if first is not None and second is not None:
-        # No root divides the errors of momentum that is the update: it takes the finer format.
+        # Errors of momentum go into the update undivided, so it gets the more precise format.
         trace = min(first, second, key=lambda moment: format_of(moment.dtype).eps)
         trace = dataclasses.replace(trace, root=False)
     table = {"first": first, "second": second, "trace": trace, None: None}
@@ -137,7 +131,7 @@ def formats_of(moments: Any, block: int | None) -> Callable[[str, Role | None], 
 
 
 def store_state(state: Any, params: Any, moments: Moments, block: int | None, min_size: int) -> Any:
-    """Return fresh state with its moments in their formats, stacked as their parameters are."""
+    """Store the moments of a fresh state in their formats, with scales as of their parameters."""
     formats = formats_of(moments, block)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_scaled)
     stacks = {(path, jnp.shape(leaf)): stack_axes_of(leaf) for path, leaf in leaves}

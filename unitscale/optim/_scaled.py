@@ -29,14 +29,14 @@ from ._storage import (
 
 
 class ScaledState(NamedTuple):
-    """State of `scaled`: the inner state with its moments stored, and a key for rounding."""
+    """State of `scaled`: the inner state with stored moments, and the key of rounding."""
 
     inner: Any
     key: jax.Array | None
 
 
 class SkipState(NamedTuple):
-    """State of `skip_nonfinite`, with the steps skipped in total and since the last finite one."""
+    """State of `skip_nonfinite`: counts of all skipped steps, and of the latest ones in a row."""
 
     inner: Any
     skipped: jax.Array
@@ -49,25 +49,25 @@ for _state in (ScaledState, SkipState):
     )
 
 
-@jax.tree_util.register_static  # as a tuple it would be a tree, and lose the attributes added here
+@jax.tree_util.register_static  # JAX would flatten it as a tuple, and lose the added attributes
 class ScaledTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation of parameters that are ScaledArrays; `scaled` makes it.
+    """An optax transformation for parameters that are ScaledArrays, made by `scaled`.
 
     Attributes:
         init: ``init(params) -> state``.
         update: ``update(grads, state, params, **extra) -> updates, state``; updates are plain
             float32 arrays of values, for `apply_updates`.
         scale_params: ``scale_params(params, *, stack_axes=None) -> params`` as ScaledArrays, small
-            ones as float32 arrays. Each item of the leading ``stack_axes`` axes (None: all but the
-            last two; or a tree of numbers) has its own scale, so that `jax.lax.scan` maps over it.
-        step: ``step(params, state, grads, **extra) -> params, state``: update and apply_updates in
-            one, with the rounding of the transformation.
+            ones as float32 arrays. Each item along the first ``stack_axes`` axes (a number or a
+            tree of numbers; None: all but the last two) has its own scale, for `jax.lax.scan`.
+        step: ``step(params, state, grads, **extra) -> params, state``: `update` followed by
+            `apply_updates`, with the rounding of the transformation.
     """
 
     scale_params: Callable[[Any], Any]
     step: Callable[..., tuple[Any, Any]]
 
-    # With defaults, as `copy` passes the pair alone and restores the attributes afterwards.
+    # The defaults are for `copy`, which passes two arguments and restores the attributes later.
     def __new__(cls, init: Any, update: Any, scale_params: Any = None, step: Any = None) -> Any:
         self = super().__new__(cls, init, update)
         self.scale_params, self.step = scale_params, step
@@ -92,21 +92,21 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) ->
     """Add updates to parameters: `optax.apply_updates` for ScaledArrays.
 
     Scaling:
-        The value plus the update in float32, rounded once into the format of the parameter. Where
-        the RMS of a ScaledArray's old data (in large arrays, of a sample) has left [1/2, 2], the
-        new data takes the scale that brings it near 1.
+        value + update is computed in float32 and rounded once to the format of the parameter. If
+        the RMS of a ScaledArray's old data (of a sample in large arrays) is outside of [1/2, 2],
+        the new data gets a new scale, with which the RMS is near 1.
 
-        Rounding to nearest loses an update below half the distance between neighbours: in float16,
-        2^-12 to 2^-11 of the entry. Stochastic rounding keeps the expected value exact.
+        Rounding to nearest loses updates below half the distance between neighboring numbers: in
+        float16, 2^-12 to 2^-11 of the entry. Stochastic rounding is exact on average.
 
     Args:
         params: tree of ScaledArrays and arrays.
-        updates: tree of plain arrays as ``params``, differences of values, as optimizers return
-            them; None leaves a parameter alone.
+        updates: tree of plain arrays to add to the values, with the structure of ``params``; None
+            leaves a parameter unchanged.
         key: `jax.random` key for stochastic rounding; None rounds to nearest.
 
     Returns:
-        The same tree as ``params``, in the same formats. An infinite sum becomes NaN.
+        The new parameters, in the same formats. An infinite sum becomes NaN.
 
     Raises:
         ValueError: if the trees differ.
@@ -146,8 +146,7 @@ def _check_transformation(where: str, inner: Any) -> None:
 def _check_params(params: Any, weights: Any, min_size: int) -> None:
     if params is None:
         raise ValueError(
-            "unitscale.optim.scaled: update needs params, whose scales it divides gradients by; "
-            "got None. Call update(grads, state, params)."
+            "unitscale.optim.scaled: update needs params. Call update(grads, state, params)."
         )
     leaves = jax.tree.leaves(params, is_leaf=is_scaled)
     floating = [x for x in leaves if (is_scaled(x) or is_floating(x)) and jnp.size(x) >= min_size]
@@ -161,13 +160,13 @@ def _check_params(params: Any, weights: Any, min_size: int) -> None:
 
 
 def _wide_gradients(gradients: Any, params: Any) -> Any:
-    """Return gradients in float32, after a check that they are gradients by value."""
+    """Return gradients in float32, after checking that they are plain and fit the parameters."""
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
     found, other = jax.tree.flatten_with_path(gradients, is_leaf=_is_leaf)
     for path, gradient in found:
         if is_scaled(gradient):
             raise TypeError(
-                "unitscale.optim: gradients must be plain arrays, by value; got a ScaledArray at "
+                "unitscale.optim: gradients must be plain arrays; got a ScaledArray at "
                 f"grads{jax.tree_util.keystr(path)}. Differentiate with unitscale.grad or "
                 "unitscale.nn.grad, or convert results of scalify with to_array(grads)."
             )
@@ -188,9 +187,9 @@ def _wide_gradients(gradients: Any, params: Any) -> Any:
     return jax.tree.unflatten(structure, wide)
 
 
-# Force a row-major layout of gradients; on several devices this would gather sharded arrays. Else
-# XLA lets a GPU's matmul write a transposed gradient, and transposes all that the optimizer reads
-# and writes: 46 bytes per parameter instead of 28.
+# Force a row-major layout of gradients on a single device (on several this would gather shards).
+# Otherwise XLA lets a GPU's matmul write a transposed gradient, and transposes everything that the
+# optimizer reads and writes: 46 bytes per parameter instead of 28.
 _row_major_p = Primitive("unitscale_row_major")
 _row_major_p.def_impl(lambda x: x)
 _row_major_p.def_abstract_eval(lambda x: x)
@@ -223,41 +222,39 @@ def scaled(
 ) -> ScaledTransformation:
     """Keep parameters and the moments of any optax transformation in 16 or 8 bits.
 
-    With Adam the default takes 5 bytes per parameter (a float16 weight, an FP8 first moment, the
-    root of the second in float16) instead of 12; ``moments=(e4m3fn, e4m3fn)`` with stochastic
-    rounding 4. Small arrays (gains and biases) stay in float32: they are few bytes, and each scaled
-    array costs a GPU about ten small kernels.
+    With Adam the default takes 5 bytes per parameter instead of 12: a float16 weight, an FP8 first
+    moment, and the root of the second moment in float16. ``moments=(e4m3fn, e4m3fn)`` with
+    stochastic rounding takes 4. Small arrays (gains and biases) stay in float32: they are few
+    bytes, and each scaled array costs a GPU about ten small kernels.
 
     Scaling:
-        ``inner`` computes in float32, on gradients by value (as `unitscale.grad` returns them).
-        Each result is rounded once: moments as in `Moment`, weights as in `apply_updates`.
+        ``inner`` computes in float32, on plain gradients (as `unitscale.grad` returns them). Each
+        result is rounded once: moments as in `Moment`, weights as in `apply_updates`.
 
-        Rounding to nearest stops a moving average that changes by less than half the distance
-        between neighbours: on gradients from N(0, 1) the root of a second moment in e4m3fn is 1.5
-        times too large at b2 = 0.95. Use stochastic rounding with 8-bit second moments.
+        Rounding to nearest stops a moving average once it changes by less than half the distance
+        between neighboring numbers: with gradients from N(0, 1) and b2 = 0.95, the root of a second
+        moment in e4m3fn is 1.5 times too large. Use stochastic rounding for 8-bit second moments.
 
     Args:
         inner: any optax transformation.
-        weights: format of the parameters that ``scale_params`` returns; None keeps them as they
-            are. All-zero parameters get the scale 2^-8: float16 loses updates below 2^-33 (1e-10).
-        moments: formats of the first and second moments, each a dtype, a `Moment` or None (as
-            ``inner`` keeps it). The role of an array (`Role`) comes from the optax type of its
-            state; a "trace" takes the finer of the two formats, and state without a role stays as
-            it is. Or a function of path (``"0.mu.kernel"``) and role (or None) that returns one of
-            these for every floating array of the state.
-        rounding: "nearest" or "stochastic", of weights and moments alike.
-        key: seed or `jax.random` key of stochastic rounding; kept in the state.
-        block: number of entries along the last axis that share a scale in the moments; None for
-            one scale per array.
-        min_size: parameters and moments of fewer entries are plain float32 arrays; a stack of
-            layers counts as one array. 0 stores all.
+        weights: format of the parameters that ``scale_params`` returns; None leaves parameters
+            unchanged. All-zero parameters get the scale 2^-8: float16 loses updates below 2^-33.
+        moments: formats of the first and second moments, each a dtype, a `Moment` or None (stored
+            as ``inner`` does). optax's type of a state determines the `Role` of its arrays; a
+            "trace" takes the more precise format of the two, and arrays without a role do not
+            change. Or a function from path (``"0.mu.kernel"``) and role (or None) to a format.
+        rounding: "nearest" or "stochastic", for both weights and moments.
+        key: seed or `jax.random` key for stochastic rounding; kept in the state.
+        block: number of entries along the last axis of a moment that share a scale; None for one
+            scale per array.
+        min_size: parameters and moments with fewer entries are plain float32 arrays; a stack of
+            layers counts as one array.
 
     Raises:
-        TypeError: if inner is no transformation, its state no tree of arrays, or moments neither a
-            pair nor a function; in ``update``, for gradients that are ScaledArrays.
+        TypeError: for a wrong type of ``inner``, its state, ``moments`` or gradients.
         ValueError: for an invalid argument; in ``init``, if rounded weights would lose the first
-            steps of ``inner`` (D-Adaptation, DoG, Mechanic, Prodigy); in ``update``, without scaled
-            params, or if gradients differ from params.
+            steps of ``inner`` (D-Adaptation, DoG, Mechanic, Prodigy); in ``update``, if params are
+            not scaled, or gradients do not fit them.
 
     Example:
         >>> tx = scaled(optax.adamw(1e-3))
@@ -281,8 +278,7 @@ def scaled(
         )
     if not (isinstance(min_size, int) and min_size >= 0):
         raise ValueError(
-            "unitscale.optim.scaled: min_size must be a number of entries, 0 or more; got "
-            f"{min_size!r}"
+            f"unitscale.optim.scaled: min_size must be a number of entries; got {min_size!r}"
         )
     weights = None if weights is None else check_dtype("scaled", "weights", weights)
     formats_of(moments, block)  # raises for invalid formats
@@ -294,7 +290,7 @@ def scaled(
                 return x
             if jnp.size(x) >= min_size:
                 return scale_weight(x, weights, axes)
-            # A copy, as a step that donates its arguments takes the memory of its parameters.
+            # A copy, because a step that donates its arguments reuses the memory of parameters.
             return jnp.array(values(x), copy=True)
 
         def subtree(axes: int | None, tree: Any) -> Any:
@@ -325,8 +321,8 @@ def scaled(
         wide = _wide_gradients(grads, params), wide_state, values(params)
         with jax.numpy_dtype_promotion("standard"):  # optax takes powers of floats by integers
             updates, new = inner.update(*wide, **(extra_args if extra else {}))
-        # Moments keep their formats. The rest of a state may change its structure: optax.monitor
-        # adds its measurements in the first update.
+        # Moments keep their formats. Other state may change its structure: optax.monitor adds
+        # measurements in the first update.
         before = {path: x for path, x in inspected.items() if is_stored(x[0])}
         keys = dict(zip(before, split_key(for_moments, len(before)), strict=True))
 
@@ -351,16 +347,13 @@ def scaled(
 
 
 def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
-    """Leave weights and state untouched in a step whose gradients are not finite.
+    """Leave weights and state unchanged in a step whose gradients are not finite.
 
-    Like `optax.apply_if_finite`, but for ScaledArrays too, and without a branch, so that a compiled
-    update runs in place. It never gives up: compare ``state.consecutive`` with a limit of your own.
+    Like `optax.apply_if_finite`, but also for ScaledArrays, and without a branch, so that a
+    compiled update runs in place. It never gives up: check ``state.consecutive`` yourself.
 
     Args:
-        inner: an optax transformation, or what `scaled` returns.
-
-    Raises:
-        TypeError: if inner is no transformation.
+        inner: an optax transformation, such as one from `scaled`.
 
     Example:
         >>> tx = skip_nonfinite(optax.sgd(0.5))
@@ -400,18 +393,18 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
 
 
 def convert_state(state: Any, like: Any) -> Any:
-    """Convert optimizer state to other formats, each moment rounded once, to nearest.
+    """Convert optimizer state to other formats; each moment is rounded once, to nearest.
 
     Args:
-        state: of any optax transformation, or of `scaled` around it.
-        like: fresh state of the same transformation in the target formats: that of
-            ``scaled(inner, ...).init(params)``, or of ``inner.init(params)`` for float32.
+        state: state of an optax transformation, or of `scaled` around it.
+        like: fresh state of the same transformation in the target formats:
+            ``scaled(inner, ...).init(params)``, or ``inner.init(params)`` for float32.
 
     Returns:
-        A tree like ``like`` with the numbers of ``state``, and its key if it has one.
+        A tree with the structure and formats of ``like`` and the numbers of ``state``.
 
     Raises:
-        ValueError: if the two are not of the same transformation and parameters.
+        ValueError: if the two do not belong to the same transformation and parameters.
 
     Example:
         >>> plain, params = optax.adam(1e-3), {"w": jnp.ones((64, 64))}
@@ -423,7 +416,7 @@ def convert_state(state: Any, like: Any) -> Any:
     """
 
     def named(tree: Any) -> dict[str, Any]:
-        """Leaves by path, without the level that `scaled` adds."""
+        """Return leaves by path, without the level that `scaled` adds."""
         found = jax.tree.leaves_with_path(tree, is_leaf=is_stored)
         inner = jax.tree_util.GetAttrKey("inner")
         return {path_name([k for k in path if k != inner]): x for path, x in found}
@@ -444,22 +437,22 @@ def convert_state(state: Any, like: Any) -> Any:
         leaves = [convert(name, new) for name, new in target.items()]
     except ValueError as error:
         raise ValueError(
-            "unitscale.optim.convert_state: state must be of the transformation and the parameters "
-            f"that like is of: {error}"
+            "unitscale.optim.convert_state: state must be of the same transformation and "
+            f"parameters as like: {error}"
         ) from error
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_stored), leaves)
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Return `optax.global_norm` by value: the root of the sum of all squares."""
+    """Return `optax.global_norm` of a tree with ScaledArrays: the root of the sum of squares."""
     return optax.tree.norm(values(tree))
 
 
 def incremental_update(new: Any, old: Any, step_size: Any) -> Any:
-    """Return ``step_size * new + (1 - step_size) * old`` by value, as plain float32 arrays.
+    """Return ``step_size * new + (1 - step_size) * old`` as plain float32 arrays.
 
-    It is `optax.incremental_update`. Keep the average ``old`` in float32: 16 bits lose steps of
-    less than half the distance between neighbours.
+    It is `optax.incremental_update` for ScaledArrays. Keep the average ``old`` in float32: 16 bits
+    would lose small steps.
 
     Example:
         >>> from unitscale import ScaledArray
@@ -470,14 +463,14 @@ def incremental_update(new: Any, old: Any, step_size: Any) -> Any:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Return `optax.clip_by_global_norm` by value; its updates are plain arrays."""
+    """Return `optax.clip_by_global_norm` for ScaledArrays; its updates are plain arrays."""
     return _by_value(optax.clip_by_global_norm(max_norm))
 
 
 def ema(
     decay: float, debias: bool = True, accumulator_dtype: Any = jnp.float32
 ) -> optax.GradientTransformation:
-    """Return `optax.ema` by value, for averages of updates or of parameters, as plain arrays."""
+    """Return `optax.ema` for ScaledArrays: averages of updates or parameters, as plain arrays."""
     return _by_value(optax.ema(decay, debias, accumulator_dtype))
 
 

@@ -1,4 +1,4 @@
-"""Storage of weights and moments: their formats, the choice of their scales, and rounding."""
+"""Storage of weights and moments: formats, choice of scales, and rounding."""
 
 import dataclasses
 import functools
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 WITHIN_SCALIFY = (
-    "Within scalify every ScaledArray is seen as a plain array: scalify the gradients alone, and "
+    "Within scalify every ScaledArray looks like a plain array: scalify only the gradients, and "
     "call tx.step outside."
 )
 
-# Larger arrays are sampled: so many entries in evenly spaced rows, in columns, and for each item.
+# Size above which arrays are sampled, and sizes of samples: of rows, of columns, and per item.
 _UNSAMPLED, _ROW_SAMPLE, _COLUMN_SAMPLE, _ITEM_SAMPLE = 2**16, 2**14, 2**13, 2**10
-# Binades kept free above the largest sampled entry, in formats of 5 exponent bits and of fewer;
-# and in the latter after an entry outgrew its room.
+# Binades of headroom above the largest sampled entry: in formats with 5 exponent bits, in formats
+# with fewer, and in the latter after an entry exceeded its headroom.
 _ROOM, _ROOM_NARROW, _ROOM_AFTER_GROWTH = 10, 1, 4
-# Exponent assumed for the largest entry if everything sampled is zero.
+# Exponent assumed for the largest entry if all sampled entries are zero.
 _EXPONENT_OF_UNSEEN = -14
-# All-zero parameters: float16 takes a first update between 2^-22 and 2^7 at full precision.
+# Scale of all-zero parameters: float16 holds first updates of 2^-22 to 2^7 at full precision.
 _SCALE_OF_ZEROS = 2.0**-8
 
 
@@ -49,23 +49,23 @@ class Moment:
     """The storage format of an array of optimizer state.
 
     Scaling:
-        data = x / scale, or sign(x) |x|^1/2 / scale if ``root``, with a power-of-two scale that is
-        chosen in every step; 1 in float32 and bfloat16. Arrays of up to 2^16 entries, initial
-        states and blocks use the exact maximum, and nothing saturates.
+        data = x / scale, or sign(x) |x|^1/2 / scale if ``root``. Every step chooses the scale, a
+        power of two (1 in float32 and bfloat16). In arrays of up to 2^16 entries, initial states
+        and blocks it follows from the exact maximum, so that nothing saturates.
 
-        Larger arrays use about 2^14 evenly spaced entries, with 2^10 of headroom in formats of 5
-        exponent bits (float16, e5m2). Formats of fewer leave room for twice the largest of these
-        and of all previous entries: an entry that outgrows that saturates for a few steps.
+        In larger arrays it follows from about 2^14 evenly spaced entries. Formats with 5 exponent
+        bits (float16, e5m2) have a headroom of 2^10 above these. Formats with fewer have room for
+        twice the largest of them and of all earlier entries; a larger one saturates for some steps.
 
         The root halves the exponents: float8_e4m3fn then covers 2^34 between the largest and the
         smallest second moment, with a relative error of at most 2^-3. Nonzero values never round to
-        zero: a second moment that vanishes before the first would make the step explode.
+        zero: a second moment that became zero before the first would make the step explode.
 
     Attributes:
         dtype: float8, float16, bfloat16 or float32.
         root: whether the square root is stored.
         block: number of entries along the last axis that share a scale; None for one per array.
-        stack_axes: number of leading axes whose items each have a scale; ignored with ``block``.
+        stack_axes: number of leading axes along which each item has a scale; unused with ``block``.
 
     Raises:
         ValueError: if the dtype is not one of those, or block is not positive.
@@ -86,7 +86,7 @@ class Moment:
 
 
 def check_dtype(where: str, name: str, dtype: Any) -> Any:
-    """Return the dtype of a format in which weights and moments can be stored."""
+    """Return the dtype of a format; raise an error if it cannot store weights and moments."""
     fmt = format_of(dtype)
     dtype = fmt.dtype
     if dtype is None or not fmt.signed or dtype.itemsize > 4 or fmt.name.startswith("float4"):
@@ -100,27 +100,23 @@ def check_dtype(where: str, name: str, dtype: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SquareRoot:
-    """A non-negative array, stored as the ScaledArray of its square root.
-
-    Attributes:
-        root: the square root, with the sign of the value, should that be negative.
-    """
+    """An array, stored as the ScaledArray of its square root (with the sign of the array)."""
 
     root: ScaledArray
 
     @property
     def value(self) -> jax.Array:
-        """The square of the root with the sign of the root, in float32."""
+        """The array in float32."""
         return load(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the value."""
+        """The shape of the array."""
         return self.root.shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data and scale together."""
+        """The number of bytes of data and scale."""
         return self.root.nbytes
 
 
@@ -137,7 +133,7 @@ def is_floating(x: Any) -> bool:
 
 
 def is_stored(x: Any) -> "TypeIs[ScaledArray | SquareRoot]":
-    """Return whether ``x`` is stored state: the `is_leaf` of trees that hold it."""
+    """Return whether ``x`` is an array in storage, as `is_leaf` for trees of them."""
     return is_scaled(x) or isinstance(x, SquareRoot)
 
 
@@ -145,7 +141,7 @@ def _scaled_array(stored: ScaledArray | SquareRoot) -> ScaledArray:
     inner = stored.root if isinstance(stored, SquareRoot) else stored
     if not is_scaled(inner):
         raise ValueError(
-            "unitscale.optim.scaled: state must hold ScaledArrays, as tx.init made them; got a "
+            "unitscale.optim.scaled: state must hold ScaledArrays, as tx.init returns them; got a "
             f"{type(inner).__name__}. {WITHIN_SCALIFY}"
         )
     return inner
@@ -159,7 +155,7 @@ def moment_of(stored: ScaledArray | SquareRoot) -> Moment:
 
 
 def stack_axes_of(x: Any) -> int:
-    """Return the number of leading axes whose items each have their own scale."""
+    """Return the number of leading axes along which each item has its own scale."""
     if not is_scaled(x) or x.scale is None or x.block_shape is not None:
         return 0
     shape = x.scale.shape
@@ -168,16 +164,16 @@ def stack_axes_of(x: Any) -> int:
 
 
 def split_key(key: jax.Array | None, count: int) -> list[Any]:
-    """Return the random words of `cast` for each of so many arrays, or None without a key."""
+    """Return random words for `cast` of ``count`` arrays; None for each without a key."""
     if key is None or not count:
         return [None] * count
-    # At once, since XLA compiles a loop of 200 operations wherever bits are drawn.
+    # Draw all at once: XLA compiles a loop of 200 operations for each place that draws bits.
     draw = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))
     return [tuple(words) for words in draw(jax.random.split(key, count))]
 
 
 def load(stored: Any) -> Any:
-    """Return stored state as a float32 array, and anything else as it is."""
+    """Return a stored array as a float32 array, and anything else unchanged."""
     if not is_stored(stored):
         return stored
     inner = _scaled_array(stored)
@@ -187,13 +183,13 @@ def load(stored: Any) -> Any:
     return x * lax.abs(x) if isinstance(stored, SquareRoot) else x
 
 
-# Exponents of the largest entries of previous data and the binades to keep free above them;
-# nothing in formats with headroom to spare.
+# The exponents of the largest entries so far, and the binades of headroom above them; empty in
+# formats with 5 exponent bits, which have enough headroom without it.
 Seen: TypeAlias = tuple[jax.Array, jax.Array] | tuple[()]
 
 
 def inspect(stored: Any) -> tuple[Any, Seen | None]:
-    """Return what is stored, to be loaded, and `Seen`; None if scales come from all entries."""
+    """Return the array to load, and its `Seen`; None if scales follow from all entries."""
     if not is_stored(stored):
         return stored, None
     moment = moment_of(stored)
@@ -203,11 +199,11 @@ def inspect(stored: Any) -> tuple[Any, Seen | None]:
         return stored, None
     if fmt.exponent_bits == 5:
         return stored, ()
-    # The barrier makes all uses of the data wait for its maximum. Otherwise XLA finds the maximum
-    # in the kernel of the new weights, and writes the moment that needs it in another pass.
+    # The barrier makes all uses of the data wait for its maximum. Otherwise XLA computes it in the
+    # kernel that writes the new weights, and needs one more pass to write the moment.
     code, scale = lax.optimization_barrier((_largest_bits(inner.data, axes), inner.scale))
     largest = widen(lax.bitcast_convert_type(code, moment.dtype))
-    # Only entries that have outgrown their room reach the highest binade.
+    # Only entries that exceeded their headroom reach the highest binade.
     grew = largest >= 2.0 ** _highest_exponent(moment.dtype)
     exponent = (lax.bitcast_convert_type(largest * scale, jnp.int32) >> 23) - 127
     inner = ScaledArray(inner.data, scale)
@@ -215,14 +211,14 @@ def inspect(stored: Any) -> tuple[Any, Seen | None]:
     return stored, (exponent, jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_NARROW))
 
 
-# Traced once for all arrays of a shape: a model has many.
+# Under jit, so that arrays of the same shape, of which a model has many, are traced once.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def store(
     moment: Moment, x: jax.Array, key: jax.Array | None = None, seen: Seen | None = None
 ) -> ScaledArray | SquareRoot:
-    """Round an array of state once, into its storage format: to nearest without a key.
+    """Round an array of state once to its storage format; to nearest without a key.
 
-    An entry that is not finite becomes NaN, as do all entries whose scale is chosen from it.
+    An entry that is not finite becomes NaN, as do all entries whose scale depends on it.
     """
     fmt, x = format_of(moment.dtype), lax.convert_element_type(x, jnp.float32)
     y, scale, block = lax.sqrt(lax.abs(x)) if moment.root else x, None, None
@@ -232,7 +228,7 @@ def store(
         shift, finite = _choose_shift(x, moment, seen)
         scale = normal_pow2(shift)
         scale = lax.select(finite, scale, lax.full_like(scale, jnp.nan))
-        # 1 / scale, by an operation that XLA repeats in the kernels that use it.
+        # 1 / scale, in integer arithmetic that XLA repeats in every kernel that uses it.
         bits = (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
         inverse = lax.bitcast_convert_type(bits, jnp.float32)
         y = y * to_float(ScaledArray(x, inverse, block_shape=block).full_scale)
@@ -247,10 +243,8 @@ def store(
 
 
 def _choose_shift(x: jax.Array, moment: Moment, seen: Seen | None) -> tuple[jax.Array, jax.Array]:
-    """Return exponents of the scales, and whether all entries they come from are finite.
-
-    On integers: XLA computes the same in float32 in more kernels.
-    """
+    """Return exponents of the scales, and whether all entries that they depend on are finite."""
+    # With integers, because XLA needs more kernels to do the same in float32.
     axes = tuple(range(moment.stack_axes, x.ndim))
     parts = [x] if seen is None else sample(x, axes)
     block = moment.block if x.ndim else None
@@ -259,9 +253,8 @@ def _choose_shift(x: jax.Array, moment: Moment, seen: Seen | None) -> tuple[jax.
         parts, axes = [x.reshape(*x.shape[:-1], -1, block)], (x.ndim,)
     largest = functools.reduce(lax.max, [_largest_bits(part, axes) for part in parts])
     largest = largest[..., 0] if block is not None else largest
-    # Round as the format will, so that a value that rounds up to a power of two counts as one, and
-    # storing again what was stored changes nothing. The square of a root rounds up at half the
-    # distance.
+    # Round as the format does, so that a value that rounds up to a power of two counts as one, and
+    # storing a loaded array changes nothing. Squares of roots round up at half the distance.
     bits = format_of(moment.dtype).mantissa_bits - moment.root
     biased = ((largest + jnp.uint32(1 << (22 - bits))) >> 23).astype(jnp.int32)
     halved = int(moment.root)
@@ -281,10 +274,8 @@ def _highest_exponent(dtype: Any) -> int:
 
 
 def _largest_bits(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Return the bits of the largest magnitudes over axes, which are kept if there are others.
-
-    Integers order magnitudes as floats do, with NaN above infinity.
-    """
+    """Return the bits of the largest magnitudes over axes, which are kept unless they are all."""
+    # Integers order magnitudes as floats do, with NaN above infinity.
     kind = jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint32
     magnitudes = lax.bitcast_convert_type(x, kind) & kind(jnp.iinfo(kind).max // 2)
     largest = lax.reduce_max(magnitudes, tuple(axes))
@@ -292,7 +283,7 @@ def _largest_bits(x: jax.Array, axes: Sequence[int]) -> jax.Array:
 
 
 def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
-    """Return whether scales that are shared along ``axes`` are chosen from a sample."""
+    """Return whether scales that entries along ``axes`` share are chosen from a sample."""
     items = math.prod(n for axis, n in enumerate(shape) if axis not in axes)
     return math.prod(shape) > max(_UNSAMPLED, _ITEM_SAMPLE * items)
 
@@ -300,7 +291,7 @@ def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
 def sample(x: Any, axes: Sequence[int]) -> list[Any]:
     """Return evenly spaced rows and columns of a large array, and all of a small one.
 
-    Rows alone may belong to one channel of a flattened map; columns cost a GPU 32 bytes an entry.
+    Sampled rows may all be of one channel of a flattened image; columns cost 32 bytes per entry.
     """
     if not is_sampled(x.shape, axes):
         return [x]
@@ -309,7 +300,7 @@ def sample(x: Any, axes: Sequence[int]) -> list[Any]:
 
 
 def _thin(x: Any, axes: Sequence[int], entries: int) -> Any:
-    """Return at most ``entries`` evenly spaced entries, taken out along the first axes first."""
+    """Return at most ``entries`` evenly spaced entries, thinned out along the first axes first."""
     items = math.prod(n for axis, n in enumerate(x.shape) if axis not in axes)
     entries, size, strides = max(entries, _ITEM_SAMPLE * items), x.size, [1] * x.ndim
     for axis in axes:
@@ -334,7 +325,7 @@ def round_finite(x: jax.Array, dtype: Any, key: jax.Array | None = None) -> jax.
 
 
 def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
-    """Return a floating parameter as a ScaledArray with an RMS near 1, or one for each item."""
+    """Return a parameter as a ScaledArray whose data, or each item of it, has an RMS near 1."""
     value = widen(x.value if is_scaled(x) else jnp.asarray(x))
     stack = max(value.ndim - 2, 0) if stack_axes is None else min(stack_axes, value.ndim)
     size = rms(value, tuple(range(stack, value.ndim)) if stack else None)
@@ -342,8 +333,7 @@ def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
     return ScaledArray(cast(value / scale, dtype), scale)
 
 
-# Traced once for all parameters of a shape: a model has many.
-@functools.partial(jax.jit, inline=True)
+@functools.partial(jax.jit, inline=True)  # see `store`
 def add_update(weight: Any, update: Any, key: jax.Array | None = None) -> Any:
     """Return a weight plus its update, rounded once into the format of the weight."""
     update = update.value if is_scaled(update) else update
@@ -361,7 +351,7 @@ def add_update(weight: Any, update: Any, key: jax.Array | None = None) -> Any:
 
 
 def _weight_scale(weight: ScaledArray) -> jax.Array:
-    """Return the scale of the new data: a fresh one where the RMS of the old has left [1/2, 2]."""
+    """Return the scale for new data: the old one unless the old RMS is outside of [1/2, 2]."""
     scale = to_float(weight.scale)
     if weight.block_shape is not None or weight.size == 0:
         return scale
@@ -369,7 +359,7 @@ def _weight_scale(weight: ScaledArray) -> jax.Array:
     sizes = (rms(part, axes).reshape(scale.shape) for part in sample(weight.data, axes))
     size = lax.convert_element_type(functools.reduce(lax.max, sizes), jnp.float32)
     moved = ((size < 0.5) & (size >= 2.0**-126)) | ((size > 2) & (size <= 2.0**126))
-    # The power of two nearest to a size that is in this range: `scale_near` in fewer operations.
+    # The power of two nearest to such a size: `scale_near` in fewer operations.
     bits = (lax.bitcast_convert_type(size, jnp.int32) + (1 << 22)) & (255 << 23)
     unit = lax.convert_element_type(lax.bitcast_convert_type(bits, jnp.float32), scale.dtype)
     return lax.select(moved, scale * unit, scale)

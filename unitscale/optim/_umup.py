@@ -11,7 +11,7 @@ import optax
 from .. import rules
 from ._roles import path_name
 
-# A plain model multiplies by a kernel of unit variance times this power of its fan-in.
+# The equivalent kernel of a plain model is the unit-scaled one times this power of its fan-in.
 _FORWARD_POWER = {"weight": -0.5, "readout": -1.0}
 
 
@@ -20,7 +20,7 @@ def _has_role(x: Any) -> bool:
 
 
 def _matrix_axes(path: Any, x: Any) -> optax.contrib.MuonDimensionNumbers | None:
-    """Return the axes of a hidden kernel's inputs and outputs; axes before them are a stack's."""
+    """Return the input and output axes of a hidden kernel, without axes of a stack; else None."""
     if not _has_role(x):
         raise ValueError(
             "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
@@ -57,23 +57,22 @@ def umup(
     rate: at a width of 256 about 0.5 in place of 2e-3. With the plain rate, models learn slowly.
 
     Scaling:
-        Updates are multiplied by `rules.umup_learning_rate` of each parameter's role and shape,
-        and so is weight decay of ``inner``: put `independent_weight_decay` after it instead.
+        Updates are multiplied by `rules.umup_learning_rate` of each parameter's role and shape.
+        That includes weight decay of ``inner``: use `independent_weight_decay` after it instead.
 
-        Gradients are near 1 here, so that Adam's usual ``eps`` of 1e-8 has no effect: parameters
-        whose gradients decay take full-size steps until these underflow. Use about 2^-12.
+        Gradients are near 1 here, so Adam's usual ``eps`` of 1e-8 has no effect: parameters whose
+        gradients decay take full-size steps until the gradients underflow. Use about 2^-12.
 
-        At the best rate for weights, gains and biases grow to a hundred within thousands of steps.
-        ``multipliers={"norm": 0.03, "bias": 0.03}`` prevents this; u-muP's own models have neither.
+        At the best rate for weights, gains and biases (which u-muP's own models do not have) grow
+        to a hundred in thousands of steps: pass ``multipliers={"norm": 0.03, "bias": 0.03}``.
 
     Args:
         inner: an optax transformation.
-        params: the parameters that will be trained, as variables with metadata:
-            ``nnx.state(model, nnx.Param)``.
-        optimizer: "adam" if the size of updates does not depend on gradients (adam, lion, rmsprop,
-            ...), "sgd" if it is proportional to them, "muon" for it with `muon_axes`.
-        readout_constraint: that of the model's readout; it matters to "sgd" only.
-        multipliers: a further factor by role, 1 by default.
+        params: parameters to train, as variables with metadata: ``nnx.state(model, nnx.Param)``.
+        optimizer: "adam" if the size of updates does not depend on the gradients' size (adam, lion,
+            rmsprop, ...), "sgd" if it is proportional to it, "muon" for Muon with `muon_axes`.
+        readout_constraint: constraint of the model's readout; only "sgd" depends on it.
+        multipliers: additional factors by role, 1 by default.
 
     Returns:
         optax.GradientTransformation over trees of the same structure, of variables or of arrays.
@@ -115,10 +114,7 @@ def umup(
                 "unitscale.optim.umup: updates must have the structure of the params given to "
                 f"umup; got {structure}, expected {treedef}"
             )
-        scaled = [
-            jax.tree.map(lambda u, factor=factor: u * factor, leaf)
-            for factor, leaf in zip(factors, leaves, strict=True)
-        ]
+        scaled = [optax.tree.scale(f, leaf) for f, leaf in zip(factors, leaves, strict=True)]
         return jax.tree.unflatten(structure, scaled), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
@@ -127,8 +123,8 @@ def umup(
 def muon_axes(params: Any) -> Any:
     """Return the ``muon_weight_dimension_numbers`` of a model's hidden kernels.
 
-    All else (vectors, embeddings, the readout) is None, which `optax.contrib.muon` leaves to Adam.
-    With ``consistent_rms=1 / 32`` one learning rate suits both.
+    Other parameters (vectors, embeddings, the readout) get None: `optax.contrib.muon` updates them
+    by Adam. With ``consistent_rms=1 / 32`` one learning rate suits both.
 
     Raises:
         ValueError: if a parameter has no role.
@@ -140,8 +136,8 @@ class UmupRate(NamedTuple):
     """The learning rate of one parameter.
 
     Attributes:
-        factor: of u-muP, which multiplies the global learning rate.
-        plain: Adam rate of a plain model's parameter that moves as far at a global rate of 1.
+        factor: u-muP's factor on the global learning rate.
+        plain: at a global rate of 1, the equivalent learning rate of Adam in a plain model.
     """
 
     path: str
@@ -154,13 +150,13 @@ class UmupRates(list[UmupRate]):
     """The learning rates of a model's parameters; prints as a table."""
 
     def start(self, plain: float) -> float:
-        """Return where to start a search: it moves kernels as a plain model's Adam rate does."""
+        """Return the global rate at which kernels learn as in a plain model at Adam's ``plain``."""
         logs = [math.log(rate.plain) for rate in self if rate.role == "weight"]
         return plain / math.exp(sum(logs) / len(logs)) if logs else plain
 
     def __str__(self) -> str:
         width = max((len(rate.path) for rate in self), default=0)
-        lines = [f"{'parameter':<{width}}  {'role':<9}  {'u-muP':<9}  as a plain model's"]
+        lines = [f"{'parameter':<{width}}  {'role':<9}  {'u-muP':<9}  in a plain model"]
         for path, role, factor, plain in self:
             lines.append(f"{path:<{width}}  {role:<9}  {factor:<9.4g}  {plain:.4g}")
         lines.append(
@@ -175,8 +171,8 @@ def umup_rates(params: Any) -> UmupRates:
 
     Scaling:
         A unit-scaled kernel W with fan-in n acts as W n^-1/2 in a plain model, and u-muP multiplies
-        its updates by n^-1/2. So a rate r is r / n for a plain model's kernel: 0.5 at a width of
-        256 is 2e-3 there.
+        its updates by n^-1/2. So a rate r is equivalent to r / n for the kernel of a plain model: a
+        rate of 0.5 at a width of 256 is equivalent to 2e-3.
 
     Args:
         params: as for `umup`.
@@ -203,12 +199,12 @@ def independent_weight_decay(decay: float, mask: Any = None) -> optax.GradientTr
     """Remove the same share of every weight in every step.
 
     Scaling:
-        w <- w - decay * w, besides the update. `optax.adamw` would multiply decay by u-muP's rates;
-        use ``optax.chain(umup(optax.adam(schedule), params), independent_weight_decay(1e-4))``.
+        w <- w - decay * w, in addition to the update. `optax.adamw` would multiply decay by u-muP's
+        rates: ``optax.chain(umup(optax.adam(schedule), params), independent_weight_decay(1e-4))``.
 
     Args:
         decay: the share of a weight that a step removes, in [0, 1).
-        mask: which parameters decay: tree of booleans, or a function from parameters to it.
+        mask: parameters that decay: a tree of booleans, or a function from parameters to one.
 
     Raises:
         ValueError: if decay is not in [0, 1).

@@ -1,4 +1,4 @@
-"""Training on many devices: gradients and weights exchanged in FP8, on JAX's own runtime."""
+"""Training on several devices, with gradients and weights exchanged in FP8."""
 
 from ._train_step import train_step as train_step, ParallelState as ParallelState  # Training
 from ._multihost import initialize as initialize  # Devices and shardings

@@ -1,4 +1,4 @@
-"""FP8-LM's automatic scaling: a factor per tensor that follows how many entries overflow."""
+"""FP8-LM's automatic scaling: one factor per tensor, which follows how many entries saturate."""
 
 import dataclasses
 from typing import Any
@@ -10,27 +10,27 @@ from jax import export
 from ..core import CastRounding, from_json, is_scaled, to_json
 from ._collectives import AxisName, exchange
 
-# A smaller mu gives no headroom that a sum of finite entries needs.
+# No sum of finite entries needs more headroom than this mu gives.
 _SMALLEST = 2.0**-8
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutoScale:
-    """The factor mu of `all_reduce` for each tensor, which halves on overflow and recovers slowly.
+    """The factor mu of `all_reduce` for each tensor: it halves on overflow and recovers slowly.
 
     Scaling:
-        mu <- mu / 2 (at least 2^-8) after a step in which more than ``threshold`` of a tensor's
-        entries, over all devices, are infinite or beyond the range of the format; else
+        mu <- mu / 2 (at least 2^-8) after a step in which a share of more than ``threshold`` of a
+        tensor's entries, over all devices, is infinite or beyond the range of the format; else
         mu <- min(mu 2^(1/recovery), largest).
 
-        Sums are wide here, so that mu = 1 never overflows. mu grows above it while few enough
-        entries saturate, and a tensor with rare outliers gains the binades that they would cost.
+        Sums are computed in float32 here, so mu = 1 never overflows. While few entries saturate, mu
+        grows above 1: a few outliers then saturate, and other entries are rounded more precisely.
 
     Attributes:
-        mu: tree of float32 scalars, as the gradients.
+        mu: tree of float32 scalars with the structure of the gradients.
         threshold: share of entries that may saturate.
-        recovery: steps without overflow in which mu doubles.
+        recovery: number of steps without overflow in which mu doubles.
         largest: upper bound of mu.
 
     Example:
@@ -52,13 +52,13 @@ class AutoScale:
     def create(
         cls, grads: Any, *, threshold: float = 1e-5, recovery: int = 1000, largest: float = 2.0**8
     ) -> "AutoScale":
-        """Return the state before the first step, mu = 1.
+        """Return the state before the first step, with mu = 1.
 
         Args:
-            grads: tree as the gradients; the parameters will do.
+            grads: tree with the structure of the gradients, such as the parameters.
             threshold: in [0, 1).
             recovery: positive.
-            largest: at least 1; with 1, mu only ever gives headroom.
+            largest: at least 1; with 1, mu never makes entries saturate.
 
         Raises:
             ValueError: if a number is out of range.
@@ -73,7 +73,7 @@ class AutoScale:
         return cls(mu=mu, threshold=threshold, recovery=recovery, largest=largest)
 
     def updated(self, saturated: Any, steps: int = 1) -> "AutoScale":
-        """Return the state after so many steps in which these shares of entries saturated."""
+        """Return the state after ``steps`` steps, in each of which these shares saturated."""
 
         def follow(mu: jax.Array, share: Any) -> jax.Array:
             grown = jnp.minimum(mu * 2.0 ** (steps / self.recovery), self.largest)

@@ -1,7 +1,7 @@
 """Collectives that quantize what they send: all_reduce, reduce_scatter and all_gather.
 
-XLA may widen FP8 in transit (a CPU gathers it as float16), so data travels as unsigned integers of
-the same bits.
+XLA may widen FP8 in transit (a CPU gathers it as float16), so data is sent as unsigned integers
+with the same bits.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def axis_size(where: str, axis_name: AxisName) -> int:
 
 
 def _gradient_leaves(where: str, grads: Any, axis_name: AxisName) -> tuple[list[jax.Array], Any]:
-    """Return leaves and structure of gradients, after checks that they can be averaged."""
+    """Return leaves and structure of gradients, after checking that they can be averaged."""
 
     def varying(x: Any) -> frozenset:
         return jax.typeof(x).manual_axis_type.varying
@@ -83,8 +83,8 @@ def _gradient_leaves(where: str, grads: Any, axis_name: AxisName) -> tuple[list[
         if is_tracked and not names <= varying(leaf):
             raise ValueError(
                 f"unitscale.parallel.{where}: {name} must differ between the devices of "
-                f"{axis_name!r}; got a value that is the same on all: jax.grad with respect to "
-                "replicated parameters has summed it. Differentiate with respect to "
+                f"{axis_name!r}; got a value that is the same on all. jax.grad with respect to "
+                "replicated parameters has summed it already: differentiate with respect to "
                 f"jax.lax.pcast(params, {axis_name!r}, to='varying')."
             )
     return [jnp.asarray(leaf) for _, leaf in found], structure
@@ -93,7 +93,7 @@ def _gradient_leaves(where: str, grads: Any, axis_name: AxisName) -> tuple[list[
 def _device_keys(
     where: str, rounding: CastRounding, key: jax.Array | None, axis_name: AxisName, count: int
 ) -> Sequence[Any]:
-    """Return a key per tensor, different on each device so that their rounding is."""
+    """Return one key per tensor, different on each device so that devices round differently."""
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(
             f"unitscale.parallel.{where}: rounding must be 'nearest' or 'stochastic'; got "
@@ -116,7 +116,7 @@ def agree(
     """Return one power-of-two scale per tensor and its inverse, the same on all devices.
 
     scale = 2^ceil(log2(amax / max)) / mu, with the largest magnitude ``amax`` on any device; NaN if
-    a value is not finite. Formats with the exponents of float32, and zeros, take scale 1.
+    a value is not finite. The scale is 1 for formats with the exponents of float32, and for zeros.
     """
     one = jnp.float32(1)
     scales = [(one, one)] * len(leaves)
@@ -124,13 +124,13 @@ def agree(
     if not wanted:
         return scales
     largest = jnp.stack([amax(leaves[i]).astype(jnp.float32) for i in wanted])
-    # As integers, which order magnitudes as floats do, and NaN above infinity on every backend.
+    # Compare as integers: these order magnitudes as floats do, and NaN above infinity everywhere.
     bits = lax.bitcast_convert_type(largest, jnp.int32) & 0x7FFFFFFF
     largest = lax.bitcast_convert_type(lax.pmax(bits, axis_name), jnp.float32)
     for i, top in zip(wanted, largest, strict=True):
         exponent = exponent_of(round_to_pow2(top / formats[i].max, "up"))
         exponent = jnp.maximum(exponent, _SMALLEST) - exponent_of(jnp.float32(mus[i]))
-        # XLA may take subnormal numbers for zeros, so a tensor of zeros gets no tiny scale.
+        # XLA may flush subnormal numbers to zero, so a tensor of zeros must not get a tiny scale.
         exponent = jnp.where(top == 0, 0, jnp.clip(exponent, _SMALLEST, _LARGEST))
         finite = jnp.isfinite(top)
         exponent = jnp.where(finite, exponent, 0)
@@ -148,8 +148,8 @@ def encode(x: jax.Array, fmt: Format, key: jax.Array | None = None) -> jax.Array
 
 def _encode_fwd(*_: Any) -> Any:
     raise TypeError(
-        "unitscale.parallel: an exchange has no derivative, as bits have none. Differentiate with "
-        "respect to its results, and exchange the gradients."
+        "unitscale.parallel: an exchange has no derivative. Differentiate with respect to its "
+        "results, and exchange the gradients."
     )
 
 
@@ -157,14 +157,14 @@ encode.defvjp(_encode_fwd, lambda *_: ())
 
 
 def decode(bits: jax.Array, fmt: Format) -> jax.Array:
-    """Return the numbers that bits encode, in float32."""
+    """Return in float32 the numbers that the bits encode."""
     return widen(lax.bitcast_convert_type(bits, _dtype(fmt)))
 
 
 def _scatter_mean(
     parts: jax.Array, fmt: Format, shared: _SharedScale, axis_name: AxisName, key: Any
 ) -> jax.Array:
-    """Return the mean of part i over all devices on device i, in units of the scale."""
+    """Return, on device i, the mean of part i over all devices, divided by the scale."""
     bits = encode(widen(parts) * shared[1], fmt, key)
     received = lax.all_to_all(bits, axis_name, 0, 0)
     return jnp.sum(decode(received, fmt), axis=0) / received.shape[0]
@@ -236,7 +236,7 @@ def all_reduce(
     small: int = 1024,
     small_dtype: Any = jnp.float32,
 ) -> Any:
-    """Average gradients over a mesh axis, exchanged in FP8.
+    """Average gradients over a mesh axis, sending them in FP8.
 
     Scaling:
         1. All devices agree on one power-of-two scale per tensor: the smallest with which the
@@ -245,32 +245,32 @@ def all_reduce(
            all-to-all). Device i averages what it received in float32.
         3. The mean is rounded to ``dtype`` at the same scale and sent to all (an all-gather).
 
-        2 (n - 1) / n bytes per element on n devices: a quarter of a float32 all-reduce. Rounding to
-        nearest loses entries below the format's smallest value times the scale (2^-17 of the
-        largest in float8_e4m3fn); stochastic rounding keeps them on average.
+        Each of n devices sends 2 (n - 1) / n bytes per element, a quarter of a float32 all-reduce.
+        Rounding to nearest loses entries below the format's smallest value times the scale (2^-17
+        of the largest in float8_e4m3fn); stochastic rounding keeps them on average.
 
     Args:
-        grads: tree of floating arrays, of the same shapes on all devices, inside `jax.shard_map`. A
-            ScaledArray that `jax.grad` made, data beside a scale of zero, is a tree too.
-        axis_name: mesh axis, or several that count as one.
+        grads: tree of floating arrays with the same shapes on all devices, inside `jax.shard_map`.
+            ScaledArrays from `jax.grad` (whose scale is zero) count as trees.
+        axis_name: mesh axis, or several axes that are treated as one.
         dtype: format of the exchange: float8, float16, bfloat16, or float32 (`jax.lax.pmean`).
         mu: positive factor on the data, rounded down to a power of two; a number or a tree of
-            numbers as ``grads``. Above 1 the largest entries may saturate and small ones gain
-            precision (see `AutoScale`).
+            numbers with the structure of ``grads``. Above 1 the largest entries may saturate, and
+            small ones are rounded more precisely (see `AutoScale`).
         rounding: "nearest" or "stochastic", which is unbiased and different on each device.
         key: `jax.random` key for stochastic rounding, the same on all devices.
-        small: leaves of fewer entries are exchanged in ``small_dtype``.
-        small_dtype: format of small leaves.
+        small: leaves with fewer entries are exchanged in ``small_dtype``.
+        small_dtype: format for small leaves.
 
     Returns:
-        The same tree of means, in the input dtypes, bit for bit the same on all devices. A tensor
-        is all NaN if one device has an entry that is not finite (in bfloat16 and float32, only the
-        entries that it affects).
+        The tree of means, in the input dtypes, with the same bits on all devices. If any device has
+        an entry that is not finite, the whole tensor is NaN (in bfloat16 and float32, only the
+        affected entries).
 
     Raises:
         TypeError: if a leaf is not floating, or the exchange is differentiated.
-        ValueError: outside of shard_map, for a format that cannot be sent, an unknown rounding, a
-            missing key, a ``mu`` that is not positive, or a gradient that JAX has summed already.
+        ValueError: outside of shard_map, or for a format that cannot be sent, an unknown rounding,
+            a missing key, a ``mu`` that is not positive, or a gradient that JAX already summed.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -302,22 +302,22 @@ def reduce_scatter(
     rounding: CastRounding = "nearest",
     key: jax.Array | None = None,
 ) -> Any:
-    """Average gradients over a mesh axis, each device keeping its part: the backward pass of FSDP.
+    """Average gradients over a mesh axis; each device keeps its part (backward pass of FSDP).
 
     Scaling:
         Steps 1 and 2 of `all_reduce`: one rounding, and (n - 1) / n bytes per element.
 
     Args:
-        grads: tree of floating arrays, no ScaledArrays.
-        axis_name: mesh axis, or several that count as one.
+        grads: tree of floating arrays; no ScaledArrays.
+        axis_name: mesh axis, or several axes that are treated as one.
         dtype: format of the exchange; float32 is `jax.lax.psum_scatter`.
         axis: dimension that is scattered, divisible by the number of devices.
         rounding: "nearest" or "stochastic".
         key: `jax.random` key for stochastic rounding.
 
     Returns:
-        The same tree, ``axis`` divided by the number of devices, in the input dtypes. A tensor is
-        all NaN if one device has an entry that is not finite.
+        The tree of means in the input dtypes, each leaf's ``axis`` divided by the number of
+        devices. If any device has an entry that is not finite, the whole tensor is NaN.
 
     Raises:
         TypeError: if a leaf is not floating or a ScaledArray, or the exchange is differentiated.
@@ -363,27 +363,27 @@ def all_gather(
     rounding: CastRounding = "nearest",
     key: jax.Array | None = None,
 ) -> Any:
-    """Gather whole weights from their parts in FP8: the forward pass of FSDP.
+    """Gather whole weights from their parts, sending them in FP8 (forward pass of FSDP).
 
     Scaling:
-        data = part / scale, rounded once and saturating, with the smallest power-of-two scale with
-        which the largest magnitude of all parts fits. Weights that are already in ``dtype``, with
-        the same power-of-two scale on all devices, arrive unchanged.
+        data = part / scale, rounded once and saturating. The scale is the smallest power of two
+        with which the largest magnitude of all parts fits. Weights that are already in ``dtype``,
+        with the same power-of-two scale on all devices, arrive unchanged.
 
     It has no derivative: differentiate with respect to ``to_array`` of the result, and scatter the
     gradient with `reduce_scatter`.
 
     Args:
-        weights: tree of floating arrays and ScaledArrays (of one scale), each this device's part.
-        axis_name: mesh axis, or several that count as one.
+        weights: tree of floating arrays and of ScaledArrays with one scale: this device's parts.
+        axis_name: mesh axis, or several axes that are treated as one.
         dtype: format of the exchange and of the result: float8, float16 or bfloat16.
         axis: dimension along which the parts are concatenated.
         rounding: "nearest" or "stochastic".
         key: `jax.random` key for stochastic rounding.
 
     Returns:
-        The same tree of ScaledArrays in ``dtype``, ``axis`` times the number of devices, the same
-        on all devices. The scale is NaN if some part has an entry that is not finite.
+        The tree of whole weights, the same on all devices: ScaledArrays in ``dtype``. The scale is
+        NaN if any part has an entry that is not finite.
 
     Raises:
         TypeError: if a leaf is not floating, or the exchange is differentiated.

@@ -14,22 +14,22 @@ from ..core import batch_axes, is_scaled
 ROW_LAYERS = frozenset(
     ("down", "down_proj", "out", "o", "wo", "output", "out_proj", "o_proj", "c_proj", "fc2")
 )
-"""Names of layers that end a block, which `param_shardings` shards along their inputs."""
+"""Names of the last layers of blocks, whose kernels `param_shardings` shards by input."""
 
 EXPERT_LAYERS = frozenset(("experts",))
-"""Names of layers with one matrix per expert, which `param_shardings` shards by expert."""
+"""Names of layers with one matrix per expert, whose kernels `param_shardings` shards by expert."""
 
 
 def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) -> Mesh:
     """Make a mesh of named axes over all devices of all processes, by `jax.make_mesh`.
 
     Args:
-        axes: name to number of devices: ``{"data": 4, "fsdp": 2}``. Neighbours on the last axis are
-            nearest.
+        axes: the number of devices by axis name: ``{"data": 4, "fsdp": 2}``. Neighbors along the
+            last axis are the closest devices.
         devices: by default `jax.devices()`.
 
     Returns:
-        A Mesh whose axes are left to the compiler (`jax.sharding.AxisType.Auto`).
+        A Mesh over whose axes the compiler shards (`jax.sharding.AxisType.Auto`).
 
     Raises:
         ValueError: if a number is not positive, or they do not multiply to the number of devices.
@@ -57,14 +57,14 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[Any] | None = None) 
 
 
 def _batch_sharding(mesh: Mesh) -> tuple[NamedSharding, int]:
-    """Return the sharding of a batch, and the number of its shards."""
+    """Return the sharding of a batch and the number of shards."""
     names = batch_axes(mesh)
     spec = PartitionSpec(names) if names else PartitionSpec()
     return NamedSharding(mesh, spec), math.prod(mesh.shape[name] for name in names)
 
 
 def batch_share(mesh: Mesh) -> tuple[int, int]:
-    """Return which share of a batch this process passes to `shard_batch`.
+    """Return the share of a global batch that this process must pass to `shard_batch`.
 
     Processes whose devices hold the same rows, such as those of one tensor-parallel group, pass the
     same share.
@@ -83,8 +83,8 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     if sum(map(len, shares)) != shards:
         raise ValueError(
             "unitscale.parallel.batch_share: the rows of a batch on two processes must be the same "
-            f"or disjoint; got {rows} on the mesh {dict(mesh.shape)}. Change an axis, so that it "
-            "is that of whole processes."
+            f"or disjoint; got {rows} on the mesh {dict(mesh.shape)}. Change the axes, so that no "
+            "process holds a part of another's rows."
         )
     return shares.index(tuple(sorted(rows[jax.process_index()]))), len(shares)
 
@@ -93,12 +93,12 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     """Shard the first dimension of a batch over the axes of `batch_axes`.
 
     Args:
-        batch: tree of arrays of one leading size. With several processes each passes its own share
-            of the global batch (`batch_share`).
-        mesh: of `make_mesh`.
+        batch: tree of arrays with the same first dimension. Each of several processes passes its
+            own share of the global batch (`batch_share`).
+        mesh: a mesh from `make_mesh`.
 
     Raises:
-        ValueError: if a leaf has no dimension, or its devices do not divide it.
+        ValueError: if the first dimension of a leaf is not divisible by the number of shards.
 
     Example:
         >>> mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
@@ -135,25 +135,25 @@ def param_shardings(
 ) -> Any:
     """Choose a sharding for every parameter, from its shape and its name.
 
-    ``tensor`` shards pairs of matrices: the first ones of a block along their last dimension (the
-    outputs of a `dense` kernel); those that end it, with a name of ``rows`` in their path, along
-    the one before (the inputs). So each device has its own hidden units or heads, and a block
-    needs one all-reduce forward and one backward.
+    The mesh axis ``tensor`` shards the matrices of a block in pairs: the last ones, which have a
+    name of ``rows`` in their path, along the next-to-last dimension (the inputs of a `dense`
+    kernel), and all others along the last (the outputs). So each device has its own hidden units or
+    heads, and a block needs one all-reduce forward and one backward.
 
-    ``expert`` shards matrices with a name of ``experts`` in their path along the dimension before
-    their last two, and those named ``bias`` along the one before the last, so that each device has
-    its own experts, for `ops.mixture` and `nn.MoE`.
+    The axis ``expert`` shards arrays with a name of ``experts`` in their path by expert: along the
+    third dimension from the end, or for a ``bias`` the second. So each device has its own experts,
+    as `ops.mixture` and `nn.MoE` expect.
 
-    ``fsdp`` shards the largest of the last two dimensions that is not sharded yet and divisible,
-    but no dimension before them (stacked layers). Vectors, small arrays and indivisible ones are
-    replicated. Scales are sharded like their data where they are divisible.
+    The axis ``fsdp`` shards one of the last two dimensions: the largest that is divisible and not
+    sharded yet. Vectors, small arrays and indivisible ones are replicated. Scales are sharded like
+    their data where they are divisible.
 
     Args:
-        params: tree of arrays or ScaledArrays; optimizer state too.
-        mesh: of `make_mesh`.
-        small: arrays of fewer entries are replicated.
+        params: tree of arrays or ScaledArrays, such as parameters or optimizer state.
+        mesh: a mesh from `make_mesh`.
+        small: arrays with fewer entries are replicated.
         rows: names of layers whose matrices are sharded along their inputs.
-        experts: names of layers with a matrix per expert.
+        experts: names of layers with one matrix per expert.
 
     Returns:
         The same tree of NamedSharding, for `jax.device_put` and `jax.jit`.

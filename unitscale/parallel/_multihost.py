@@ -1,4 +1,4 @@
-"""Several processes as one program, by `jax.distributed`."""
+"""Start-up of programs that run in several processes (`jax.distributed`)."""
 
 import math
 import os
@@ -22,29 +22,29 @@ def initialize(
     timeout: int = 300,
     heartbeat: int = 100,
 ) -> bool:
-    """Join the processes of a run; afterwards `jax.devices()` has the devices of all.
+    """Connect the processes of a run; `jax.devices()` then lists the devices of all processes.
 
     Call it in every process, before any other use of JAX.
 
     Args:
-        coordinator: address of process 0, ``"host:port"``; by default JAX_COORDINATOR_ADDRESS of
-            the environment.
+        coordinator: address of process 0, ``"host:port"``; by default the environment variable
+            JAX_COORDINATOR_ADDRESS.
         processes: number of processes; by default JAX_NUM_PROCESSES.
         process: index of this process, from 0; by default JAX_PROCESS_ID.
         detect: take missing values from a scheduler that JAX knows: Slurm, Open MPI, Kubernetes,
             TPU pods.
-        timeout: seconds to wait for the others; then JAX ends this process.
-        heartbeat: seconds of silence after which a process counts as lost; JAX then ends the
+        timeout: seconds to wait for the other processes; after that JAX ends this one.
+        heartbeat: seconds of silence after which a process counts as lost; JAX then ends all
             others.
 
     Returns:
-        Whether there are several processes. If neither arguments nor variables are set, or they say
-        one process, nothing is done.
+        Whether there are several processes. The function does nothing if neither arguments nor
+        variables are set, or if they specify one process.
 
     Raises:
-        ValueError: if only some of the three are given, one is invalid, or ``detect`` finds no
-            scheduler.
-        RuntimeError: if JAX has been used already.
+        ValueError: if only some of the first three arguments are known, one is invalid, or
+            ``detect`` finds no scheduler.
+        RuntimeError: if JAX was used before.
     """
     found: dict[str, Any] = {"coordinator": coordinator, "processes": processes, "process": process}
     for name, variable in _VARIABLES.items():

@@ -41,30 +41,30 @@ def train_step(
     """Build a compiled data-parallel step.
 
     Scaling:
-        Each of n devices differentiates 1/n of the mean loss of its shard of the batch. Gradients
+        Each of n devices differentiates 1/n of the mean loss over its shard of the batch. Gradients
         are averaged by `all_reduce` in ``dtype`` and multiplied by n, and every device takes the
-        same optimizer step. In float32 that is the step of one device with the whole batch.
+        same optimizer step. With float32, the step equals that of one device with the whole batch.
 
     Args:
-        loss: function of parameters and a batch, the mean over the batch; no collectives in it.
-        optimizer: optax transformation, or what `unitscale.optim.scaled` returns.
-        mesh: of `make_mesh`; its other axes repeat the work.
+        loss: function of parameters and a batch: the mean over the batch, without collectives.
+        optimizer: an optax transformation, or one from `unitscale.optim.scaled`.
+        mesh: a mesh from `make_mesh`; devices along its other axes repeat the same work.
         axis_name: axis, or axes, over which the batch is sharded.
-        dtype: format of the exchange, as for `all_reduce`.
-        rounding: of the exchange; "stochastic" makes the step need a key.
-        small: leaves of fewer entries are exchanged in float32.
+        dtype: format of the exchange, as in `all_reduce`.
+        rounding: rounding of the exchange; with "stochastic" each step needs a key.
+        small: leaves with fewer entries are exchanged in float32.
         donate: reuse the memory of the state that is passed in.
 
     Returns:
-        ``step(state, batch, key=None) -> (state, loss)`` of a `ParallelState` and a batch whose
-        leaves begin with the batch dimension. The loss is the mean over devices, float32. An
-        AutoScale in the state scales the exchange, and is updated.
+        ``step(state, batch, key=None) -> (state, loss)``. It takes a `ParallelState` and a batch
+        whose leaves have the batch as first dimension. The loss is the float32 mean over devices.
+        An AutoScale in the state scales the exchange, and is updated.
 
     Raises:
-        TypeError: if the optimizer is none; in the step, for ScaledArrays as parameters of a plain
-            optax transformation.
+        TypeError: if ``optimizer`` is not an optax transformation; in the step, if parameters are
+            ScaledArrays and it is not from `unitscale.optim.scaled`.
         ValueError: if the mesh lacks the axis, or ``dtype`` cannot be exchanged; in the step, if
-            the devices do not divide the batch.
+            the batch is not divisible by the number of devices.
 
     Example:
         >>> import optax
@@ -125,11 +125,11 @@ def train_step(
         is_plain = not callable(getattr(optimizer, "step", None))
         if is_plain and any(map(is_scaled, jax.tree.leaves(state.params, is_leaf=is_scaled))):
             raise TypeError(
-                f"{where}: optimizer must be of unitscale.optim.scaled for parameters that are "
-                f"ScaledArrays; got {type(optimizer).__name__}, which adds to data and scale alike"
+                f"{where}: optimizer must be of unitscale.optim.scaled for ScaledArray parameters; "
+                f"got {type(optimizer).__name__}, which would update data and scale separately"
             )
         whole = PartitionSpec()
-        # Unchecked, so that gradients of replicated parameters stay those of this device.
+        # check_vma=False, so that JAX does not sum gradients of replicated parameters.
         mapped = jax.shard_map(
             local,
             mesh=mesh,

@@ -1,7 +1,7 @@
-"""Storage type and arithmetic type apart: at run time the scale says which arithmetic is safe.
+"""Compute functions of float16 data in float16 where that is safe (``decouple=True``).
 
-An experiment. Functions are computed in float32, whatever their data is stored in. Where the scale
-and the largest of float16 data show that float16 gives the same, rounded, it is done in that.
+An experiment. `scalify` computes functions in float32, whatever type stores their data. Here scale
+and largest entry decide at run time whether float16 gives the same result up to rounding.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from ._values import Scale, Value, scale_of, wide_value, widen
 _LARGEST = float(np.finfo(np.float16).max)
 _TINY = float(np.finfo(np.float16).tiny)
 _LOG = float(np.log(16.0))
-# The largest magnitude of the value, its smallest scale, and the smallest magnitude. From scale 1
-# on data times scale is exact; below, what is small loses bits, which matters unless the function
-# is flat at zero. Functions that XLA makes of others (exp2, log1p, pow, tan) are not safe.
+# For each function, the conditions for float16: the largest magnitude of the value, the smallest
+# scale, and the least that the largest magnitude must be. At scales of 1 or more, data * scale is
+# exact; at smaller ones small entries lose bits, which matters unless the function is flat at 0.
+# Functions that XLA builds from others (exp2, log1p, pow, tan) are not safe.
 _SAFE: dict[str, tuple[float, float, float]] = {
     "exp": (_LOG, _TINY, 0.0),
     "cosh": (_LOG, _TINY, 0.0),
@@ -38,22 +39,22 @@ _SAFE: dict[str, tuple[float, float, float]] = {
 
 
 def can_decouple(primitive: str, operands: Sequence[Value]) -> bool:
-    """Return whether a function may be computed in float16: one of float16 data at one scale."""
+    """Return whether a function is in the table and its operand is float16 data with one scale."""
     x = operands[0]
     is_half = x.scale is not None and jnp.result_type(x.data) == np.float16
     return primitive in _SAFE and is_half and not scale_of(x).ndim and jnp.size(x.data) > 0
 
 
 def decoupled(primitive: str, x: Value, apply: Callable[[Any], Any]) -> Value:
-    """Computes a function of float16 data in float16 where that is safe, else in float32."""
+    """Compute a function of float16 data in float16 where that is safe, else in float32."""
     largest, smallest_scale, smallest = _SAFE[primitive]
     scale = jnp.asarray(scale_of(x).factor())
     most = widen(jnp.max(jnp.abs(lax.stop_gradient(x.data)))) * scale
-    # A larger scale is none of float16, and times zeros it would be NaN.
+    # float16 cannot hold a larger scale: it would be infinite, and NaN times zeros.
     safe = (scale >= smallest_scale) & (scale <= 2.0**15) & (most <= largest) & (most >= smallest)
 
     def in_float16() -> tuple[Any, Any]:
-        # The scale is 1; written so, it is laid out on devices as the other branch's is.
+        # The new scale is 1, computed from `safe` so that both branches shard it alike.
         return apply(x.data * scale.astype(np.float16)), safe.astype(np.float32)
 
     def in_float32() -> tuple[Any, Any]:

@@ -1,30 +1,30 @@
-"""Evaluates a jaxpr on plain and scaled values, with one rule per primitive.
+"""Evaluate a jaxpr on plain and scaled values, with one rule per primitive.
 
-The program is traced on values, in float32 where an argument has 16 bits or fewer. Then:
+The program is traced on the values of its arguments, in float32 for data of 16 bits or fewer. Then:
 
 1. A scaled value is *stored* (data in its own type, with a scale) or *wide* (float32 or wider, at
    scale 1, within a chain of element-wise operations and reductions, which XLA keeps in registers).
-   A plain array (no scale) stays plain until it meets a scaled one.
-2. *Movers* (reshape, slice, gather, negate, multiply by a power of two, max of operands of one
-   scale, ...) act on data and keep the state they find.
+   A plain array has no scale, until an operation combines it with a scaled value.
+2. *Movers* (reshape, slice, gather, negate, multiply by a power of two, max of operands with one
+   scale, ...) act on data, and their results are stored or wide as their operands are.
 3. *Contractions* (matmul, convolution, attention) of stored operands are stored: data times data,
-   scale times scale, the data divided by the static growth, a power of two. A contraction that
-   would be the third since a size was last known, or one of a plain array, is computed wide; some
-   of the elements of an array, or a choice among those of several, are of unknown size.
-4. *Everything else is wide*: it is applied to ``data * scale``, in float32 or wider.
-5. A wide value is stored where it must be: as operand of a contraction, as loop carry, where it
-   leaves the program, a loop's turn or a device. In a type with the range of float32 (bfloat16
-   too) its scale is then 1. In a narrow type (float16, FP8) it is the power of two nearest the RMS
-   of the data, or larger where the largest entry needs room, read from the data at run time.
-   A carry that starts plain or wide stays wide, as do results of branches.
+   scale times scale, and the data is divided by its static growth, a power of two. The third
+   contraction in a row without a measured size is computed wide, and so is one with a plain array.
+   The size of a part of an array, or of a choice among several, counts as unknown.
+4. *Everything else* is computed on ``data * scale``, in float32 or wider, and its result is wide.
+5. A wide value is stored where it becomes the operand of a contraction or the carry of a loop, or
+   leaves the program, a loop iteration or a device. Its scale is then 1 in types with the range of
+   float32 (such as bfloat16). In narrow types (float16, FP8) it is the power of two nearest the RMS
+   of the data, read at run time, or a larger one if the largest entry needs it. A carry that starts
+   plain or wide stays wide, as do results of branches.
 
-What XLA would keep in float32 from before a contraction until after it (such as what gradients
-need) is computed again from stored arrays, where these are at most three of 16 bits; else an
-element-wise result of stored arrays is stored where it is made.
+XLA would keep some float32 arrays across a contraction, such as those that gradients need. They are
+recomputed from stored arrays if these are at most three arrays of 16 bits. Otherwise an
+element-wise result of stored arrays is stored where it is computed.
 
-No rule looks at the magnitude of numbers to guess what they mean. A value that is stored as it came
-in leaves as it is; contractions are stored anew where they leave, or the scale of a state that is
-updated step after step could run away from its data.
+No rule guesses the meaning of numbers from their magnitude. An argument that is returned unchanged
+keeps its scale. The result of a contraction gets a new scale where it leaves the program: otherwise
+the scale of a state that every step updates could drift away from its data.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ._values import Value, aval_of, data_dtype, is_float, plain, same_type, wid
 
 @dataclass(frozen=True)
 class Default:
-    """One place where a program takes the default rule: dequantize, apply, rescale.
+    """A line of the program that takes the default rule: dequantize, apply, rescale.
 
     Attributes:
         primitive: name of the primitive.
@@ -65,7 +65,7 @@ class Default:
         return f"{self.primitive} at {self.source}"
 
 
-# Operations whose results are computed again where that is cheaper than to keep them.
+# Operations whose results are recomputed where that is cheaper than keeping them in memory.
 ELEMENTWISE = frozenset(
     [
         "abs",
@@ -110,10 +110,10 @@ class Settings:
     Attributes:
         growth: see `growth_of`.
         decouple: whether functions of float16 data are computed in float16 where that is safe.
-        report: the default rules met so far.
-        traces: scaled programs of inner jaxprs, by jaxpr and by the specs of operands; the jaxpr is
-            kept alive with them.
-        calls: the equations being applied, the outermost first.
+        report: the default rules taken so far.
+        traces: scaled programs of inner jaxprs, by jaxpr and by the specs of operands; they keep
+            the jaxpr alive.
+        calls: the equations being applied, outermost first.
     """
 
     growth: Any
@@ -123,44 +123,44 @@ class Settings:
     calls: list[JaxprEqn] = field(default_factory=list)
 
     def source(self) -> str:
-        """Returns where the user's code made the equation being applied, or called its maker."""
+        """Return the line of user code that the equation being applied comes from."""
         found = (source_of(eqn) for eqn in reversed(self.calls))
         return next((source for source in found if source), "unknown")
 
 
 class Interpreter:
-    """Evaluates the equations of one jaxpr; inner jaxprs get interpreters of their own."""
+    """Evaluate the equations of one jaxpr; each inner jaxpr gets its own interpreter."""
 
     def __init__(self, settings: Settings):
-        """Keeps the settings."""
+        """Store the settings."""
         self.settings = settings
 
-    # -- what rules are written with ---------------------------------------------------------
+    # -- methods that rules call -------------------------------------------------------------
 
     def bind(self, eqn: JaxprEqn, arrays: Sequence[Any], **changes: Any) -> Any:
-        """Applies the primitive of an equation to arrays."""
+        """Apply the primitive of an equation to arrays."""
         params = eqn.primitive.get_bind_params({**eqn.params, **changes})
         return eqn.primitive.bind(*arrays, **params)
 
     def wide(self, eqn: JaxprEqn, values: Sequence[Value]) -> Any:
-        """Applies the primitive to the operands' values, in float32 or wider."""
+        """Apply the primitive to ``data * scale`` of the operands, in float32 or wider."""
         arrays = same_type([v.wide() if is_float(v.data) else v.data for v in values])
         results = self.bind(eqn, match_varying(arrays) if len(arrays) > 1 else arrays)
         return self.wide_results(eqn, values, results)
 
     def wide_results(self, eqn: JaxprEqn, values: Sequence[Value], results: Any) -> Any:
-        """Wraps results that were computed wide; those without floating numbers are plain."""
+        """Wrap results that were computed wide; results that are not floating are plain."""
         dtype = data_dtype(*values)
 
         def wrap(data: Any) -> Value:
-            # A `jax.new_ref` holds plain values.
+            # References, as of `jax.new_ref`, hold plain values.
             is_array = hasattr(data, "dtype") and not hasattr(jax.typeof(data), "inner_aval")
             return wide_value(data, dtype) if is_array and is_float(data) else Value(data)
 
         return list(map(wrap, results)) if eqn.primitive.multiple_results else wrap(results)
 
     def default(self, eqn: JaxprEqn, values: Sequence[Value]) -> Any:
-        """Applies the primitive to the operands' values, in the types of the program."""
+        """Apply the primitive to ``data * scale`` of the operands, in the program's types."""
         self.settings.report.append(Default(eqn.primitive.name, self.settings.source()))
         arrays = [
             v.data if v.scale is None else v.numeric(aval_of(var).dtype)
@@ -171,7 +171,7 @@ class Interpreter:
     # -- evaluation --------------------------------------------------------------------------
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
-        """Evaluates a jaxpr on the arrays of its constants and one value per input."""
+        """Evaluate a jaxpr, given the arrays of its constants and one value per input."""
         env: dict[Any, Value] = {}
 
         def read(atom: Any) -> Value:
@@ -187,7 +187,7 @@ class Interpreter:
         env.update(zip(jaxpr.invars, values, strict=True))
         last_use = last_uses(jaxpr)
         places, made, kept = _stretches(jaxpr)
-        again: dict[int, dict[int, Value]] = {}  # computed again, by stretch
+        again: dict[int, dict[int, Value]] = {}  # recomputed values, by stretch
         for index, eqn in enumerate(jaxpr.eqns):
             is_elementwise = eqn.primitive.name in ELEMENTWISE
             self.settings.calls.append(eqn)
@@ -218,7 +218,10 @@ class Interpreter:
 
 
 def _stretches(jaxpr: Jaxpr) -> tuple[list[int], dict[Any, int], set[Any]]:
-    """Returns how many contractions come before equations and variables, and who is read later."""
+    """Return the number of contractions before each equation and variable, and what is read later.
+
+    Variables are read later if an equation after a further contraction reads them.
+    """
     places: list[int] = []
     made: dict[Any, int] = {}
     kept: set[Any] = set()
@@ -234,7 +237,7 @@ def _stretches(jaxpr: Jaxpr) -> tuple[list[int], dict[Any, int], set[Any]]:
 
 
 def _constant(eqn: JaxprEqn, operands: Sequence[Value], result: Any) -> float | None:
-    """The number that all elements of a result of one such operand are."""
+    """Return the number that all elements of a result equal, if the operand determines it."""
     same = ("broadcast_in_dim", "reshape", "squeeze", "copy", "convert_element_type", "pvary")
     if eqn.primitive.name not in same or not jnp.issubdtype(result.dtype, jnp.floating):
         return None
@@ -242,7 +245,7 @@ def _constant(eqn: JaxprEqn, operands: Sequence[Value], result: Any) -> float | 
 
 
 def source_of(eqn: JaxprEqn) -> str | None:
-    """Returns where the user's code made an equation, as ``file:line (function)``, if known."""
+    """Return the user code that an equation comes from, as ``file:line (function)``, if known."""
     traceback = eqn.source_info.traceback
     own = (sys.modules["jax"].__path__[0], __file__.rsplit("/", 1)[0])
     for frame in traceback.frames if traceback is not None else ():
@@ -251,7 +254,7 @@ def source_of(eqn: JaxprEqn) -> str | None:
     return None
 
 
-# -- which rule each primitive has -----------------------------------------------------------------
+# -- the table of rules ----------------------------------------------------------------------------
 
 Function = Callable[..., Any]
 
@@ -266,7 +269,7 @@ class Rule:
 
     @property
     def takes_plain(self) -> bool:
-        """Return whether it is applied although no operand has a scale."""
+        """Return whether the rule also applies if no operand has a scale."""
         return self.category in ("call", "marker") or self.name == "scatter-add"
 
 
@@ -282,16 +285,16 @@ def _resolve(name: str) -> Primitive | str:
 
 
 def register(category: str, *targets: Primitive | str) -> Callable[[Function], Function]:
-    """Registers a rule for primitives, or for the names of primitives that JAX does not export.
+    """Register a rule for primitives, or for the names of primitives that JAX does not export.
 
     Args:
-        category: group of primitives that share the reasoning, such as "mover" or "product".
+        category: group of primitives that are handled alike, such as "mover" or "contraction".
         *targets: primitives, or names (``"add"``).
 
     Returns:
-        A decorator that returns the function as it is. The function is called with the interpreter,
-        the equation and the operands; it returns one value, or a list of them for a primitive with
-        several results.
+        A decorator that returns the function unchanged. The function is called with the
+        interpreter, the equation and the operands; it returns one value, or a list of them for a
+        primitive with several results.
 
     Raises:
         ValueError: if a primitive has a rule already.
@@ -321,14 +324,14 @@ def register(category: str, *targets: Primitive | str) -> Callable[[Function], F
 
 
 def rule_of(primitive: Primitive) -> Rule | None:
-    """Returns the rule of a primitive, or None if it is not listed."""
+    """Return the rule of a primitive, or None if it is not listed."""
     return _RULES.get(primitive) or _RULES.get(primitive.name)
 
 
 def coverage() -> str:
-    """Returns the table of primitives and their rules, as Markdown.
+    """Return a Markdown table of all rules and the primitives that they apply to.
 
-    One line per rule of the library, with the primitives that it serves, sorted by category.
+    Rows are sorted by category.
 
     Example:
         >>> print(coverage().splitlines()[0])
@@ -348,9 +351,9 @@ def _summary(function: object) -> str:
 
 
 def unlisted() -> list[str]:
-    """Returns the names of differentiable primitives of the running JAX that have no entry.
+    """Return the names of the installed JAX's differentiable primitives that have no rule.
 
-    They still work, through the default rule; a release of the library has none.
+    They still work, through the default rule. Releases of unitscale aim for an empty list.
 
     Example:
         >>> unlisted()
@@ -364,10 +367,10 @@ _PALLAS = ("mpmd_map", "pallas_call")
 
 
 def differentiable() -> list[Primitive]:
-    """Returns the primitives that the running JAX can differentiate, sorted by name.
+    """Return the primitives that the installed JAX can differentiate, sorted by name.
 
-    Those with a forward-mode or a transposition rule of JAX's own, and the calls that
-    differentiation goes through; not those of other libraries or of Pallas kernels.
+    These have a JVP or transpose rule that JAX itself defines, or are calls that differentiation
+    looks into. Primitives of other libraries and of Pallas kernels are left out.
     """
     calls = (exported.custom_jvp_call_p, exported.custom_vjp_call_p)
     rules = [*ad.primitive_jvps.items(), *ad.primitive_transposes.items()]
@@ -376,7 +379,7 @@ def differentiable() -> list[Primitive]:
 
 
 def _parts(rule: Any) -> Iterator[Any]:
-    """The functions that a rule is made of: itself, or those that a partial one was given."""
+    """Yield the functions that a rule consists of: itself, or the arguments of a partial."""
     if isinstance(rule, functools.partial):
         for part in (rule.func, *rule.args, *rule.keywords.values()):
             yield from _parts(part)

@@ -1,4 +1,4 @@
-"""Markers: identities in an ordinary program that say something about scales to `scalify`."""
+"""Markers: identity functions that tell `scalify` what to do with a scale or a dtype."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ._values import (
 )
 
 Direction = Literal["forward", "backward", "both"]
-"""Which side of a marker such as `cast_data` acts: the value's, its cotangent's, or both."""
+"""Whether a marker such as `cast_data` acts on the value, on its cotangent, or on both."""
 _DIRECTIONS = get_args(Direction)
 
-# An action is what a marker does to a value: its name and its static argument.
+# The action of a marker on a value: its name and its static argument.
 Action = tuple[str, Any]
 
 marker_p = Primitive("unitscale_marker")
@@ -57,7 +57,7 @@ def _marker_jvp(primals: Any, tangents: Any, forward: Any, backward: Any) -> Any
     tangent = tangents[0]
     out = _bind(x, rest, forward, backward)
     if not isinstance(tangent, ad.Zero):
-        # The tangent is not marked on its way forward; its transpose is the cotangent's marker.
+        # This marker does nothing to the tangent; transposed, it acts on the cotangent.
         tangent = _bind(tangent, rest if backward and backward[0] == "set" else (), None, backward)
     return out, tangent
 
@@ -123,7 +123,7 @@ def _sides(name: str, on: str, action: Action) -> tuple[Action | None, Action | 
 
 
 def set_scaling(x: Any, scale: Any, *, on: Direction = "forward") -> Any:
-    """Gives a value the scale asked for; the value stays the same.
+    """Set the scale of a value; the value stays the same.
 
     Args:
         x: floating array.
@@ -155,7 +155,7 @@ def set_scaling(x: Any, scale: Any, *, on: Direction = "forward") -> Any:
 
 
 def stop_scaling(x: Any) -> Any:
-    """Leaves the scaled world: the result is a plain array of the value.
+    """Return the value as a plain array without a scale.
 
     Example:
         >>> from unitscale import scalify, as_scaled
@@ -166,7 +166,7 @@ def stop_scaling(x: Any) -> Any:
 
 
 def get_data_scale(x: Any) -> tuple[Any, Any]:
-    """Returns data and scale as two plain arrays; outside `scalify`, ``x`` and 1.
+    """Return data and scale as two plain arrays; outside of `scalify`, return ``x`` and 1.
 
     Example:
         >>> from unitscale import scalify, as_scaled
@@ -179,11 +179,11 @@ def get_data_scale(x: Any) -> tuple[Any, Any]:
 
 
 def dynamic_rescale(x: Any, statistic: Statistic = "rms", *, on: Direction = "forward") -> Any:
-    """Chooses the scale from the data at run time, as the power of two nearest its size.
+    """Measure the data at run time, and set the scale to the power of two nearest its size.
 
     Args:
         x: floating array.
-        statistic: "rms" (data gets RMS 1) or "amax" (its largest magnitude becomes 1).
+        statistic: the size: "rms" (data gets an RMS near 1) or "amax" (a largest magnitude near 1).
         on: "forward" for ``x``, "backward" for its cotangent, or "both".
 
     Returns:
@@ -209,12 +209,11 @@ def dynamic_rescale(x: Any, statistic: Statistic = "rms", *, on: Direction = "fo
 
 
 def cast_data(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
-    """Casts the data to a format, saturating, while the program goes on as before.
+    """Cast the data to a format; finite values beyond its range saturate.
 
-    An 8-bit operand pair makes an 8-bit product: a cast before a dot is all that FP8 takes. Results
-    have the type that the data had before the cast. Not so those of a cast to float32, with which a
-    part of a program begins that is float32, products included: up to where a result is cast to a
-    narrow type, as in ``y.astype(jnp.bfloat16)``.
+    To run a matmul in FP8, cast both operands. Its result has the type that the data had before the
+    cast. A cast to float32 is different: everything computed from its result is float32, matmuls
+    included, until a result is cast to a narrow type, as in ``y.astype(jnp.bfloat16)``.
 
     Args:
         x: floating array.
@@ -222,7 +221,7 @@ def cast_data(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
         on: "forward" for ``x``, "backward" for its cotangent, or "both".
 
     Returns:
-        ``x``; outside `scalify` exactly, under it rounded to the format.
+        ``x``, rounded to the format under `scalify` and unchanged outside of it.
 
     Raises:
         ValueError: if the format or ``on`` is unknown.
@@ -242,7 +241,7 @@ def cast_data(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
 
 @register("marker", marker_p)
 def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Applies `set_scaling`, `stop_scaling`, `dynamic_rescale` or `cast_data`."""
+    """Apply `set_scaling`, `stop_scaling`, `dynamic_rescale` or `cast_data`."""
     x, *rest = values
     if eqn.params["forward"] is None:
         return x
@@ -261,7 +260,7 @@ def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
 
 
 def _asked(value: Value) -> Scale:
-    """The scale that a program asks for: static if it is a power of two that is known."""
+    """Return the scale that a marker sets: static if it is known to be a power of two."""
     number = value.const if value.scale is None else None
     if number is None:
         number = plain(value.data).const
@@ -272,7 +271,7 @@ def _asked(value: Value) -> Scale:
 
 @register("marker", data_scale_p)
 def _data_and_scale(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """Data and scale, as plain arrays."""
+    """Return data and scale as plain arrays."""
     x = values[0].uniform().stored()
     if x.scale is None:
         return [x, Value(np.float32(1), const=1.0)]

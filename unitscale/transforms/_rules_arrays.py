@@ -1,4 +1,4 @@
-"""Movers, which keep the scale of their operand; functions, computed wide; casts; the default."""
+"""Rules of movers (which keep the scale), functions (computed wide), casts, and the default."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ _EACH = ("sort", "optimization_barrier", "device_put", "tie", "dce_sink")
 
 @register("mover", *_SAME_PLACE)
 def same_place(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Applied to data; every element keeps its scale."""
+    """Apply to data; every element keeps its scale."""
     return values[0].with_data(interpreter.bind(eqn, [values[0].data]))
 
 
 @register("mover", *_WHOLE)
 def whole(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Applied to data, at one scale."""
+    """Apply to data with one scale."""
     x = values[0].uniform()
     return x.with_data(interpreter.bind(eqn, [x.data]))
 
 
 @register("mover", *_PARTS)
 def part(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
-    """Applied to data, at one scale; the size of some of its elements is unknown."""
+    """Apply to data with one scale; the size of the part that is left is unknown."""
     x, *rest = values
     x = x.uniform()
     results = interpreter.bind(eqn, [x.data, *(r.data for r in rest)])
@@ -66,7 +66,7 @@ def part(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
 
 @register("mover", *_EACH)
 def each(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """Applied to the data of all operands together; each result has the scale of its operand."""
+    """Apply to the data of all operands together; each result keeps the scale of its operand."""
     values = [v.uniform() for v in values]
     results = interpreter.bind(eqn, [v.data for v in values])
     return [v.with_data(r) for v, r in zip(values, results, strict=True)]
@@ -74,7 +74,7 @@ def each(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
 
 @register("mover", "gather")
 def gather(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Applied to data, at one scale; wide where a number other than 0 and NaN fills gaps."""
+    """Apply to data with one scale; compute wide if the fill value is neither 0 nor NaN."""
     number = eqn.params.get("fill_value")
     if number is None or number == 0 or not math.isfinite(number):
         return part(interpreter, eqn, values)
@@ -83,12 +83,12 @@ def gather(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Valu
 
 @register("mover", "mul", "div")
 def times_power_of_two(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Wide; a power of two that multiplies or divides a stored value moves into its scale."""
+    """Fold multiplication or division by a power of two into the scale; otherwise compute wide."""
     x, y = values
     if eqn.primitive is lax.mul_p and x.const is not None:
         x, y = y, x
     mantissa, exponent = math.frexp(y.const or 0.0)
-    is_power = abs(mantissa) == 0.5 and abs(exponent) <= 14  # which float16 holds
+    is_power = abs(mantissa) == 0.5 and abs(exponent) <= 14  # within the range of float16
     is_at_one = x.is_stored and spans(x.dtype) and scale_of(x).is_one
     if not is_power or not x.is_stored or is_at_one or x.shape != aval_of(eqn.outvars[0]).shape:
         return interpreter.wide(eqn, values)
@@ -98,9 +98,9 @@ def times_power_of_two(interpreter: Interpreter, eqn: JaxprEqn, values: list[Val
 
 
 def at_one_scale(values: Sequence[Value]) -> list[Any] | None:
-    """Returns the data of stored operands of one scale, beside numbers that any scale holds.
+    """Return the data of operands that are stored at one scale, or are 0, infinite or NaN.
 
-    None where the operands have to meet wide.
+    None if the operands must be combined wide.
     """
     scaled = [v for v in values if v.scale is not None]
     scale = scale_of(scaled[0])
@@ -119,7 +119,7 @@ def _choose(
     values: Sequence[Value],
     apply: Callable[..., Any] | None = None,
 ) -> Value:
-    """Applies a choice among the elements of several arrays to all operands."""
+    """Apply an operation that selects elements from several arrays."""
     places = [i for i, v in enumerate(values) if v.scale is not None or is_float(v.data)]
     cases = [values[i] for i in places]
     found = at_one_scale(cases)
@@ -134,19 +134,19 @@ def _choose(
 
 @register("mover", "max", "min", "select_n", "concatenate", "stack", "pad", "dynamic_update_slice")
 def choice(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Applied to data of one scale, beside zeros and infinities; else wide."""
+    """Apply to data if operands share one scale or are 0, infinite or NaN; else compute wide."""
     return _choose(interpreter, eqn, values)
 
 
 def _scattered(eqn: JaxprEqn, *arrays: Any) -> Any:
-    """Applies a scatter to arrays of any one type: the function that it combines by has another."""
+    """Apply a scatter to arrays of a type other than the one it was traced with."""
     params = {k: v for k, v in eqn.params.items() if not k.startswith("update_")}
     return getattr(lax, eqn.primitive.name.replace("-", "_"))(*arrays, **params)
 
 
 @register("mover", "scatter", "scatter_max", "scatter_min")
 def scatter(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Treats a scatter as a choice; takes the default if it applies a function to elements."""
+    """Treat a scatter as a choice among operands; one that applies a function is default."""
     if eqn.primitive is lax.scatter_p and eqn.params["update_jaxpr"] is not None:
         return interpreter.default(eqn, values)
     return _choose(interpreter, eqn, values, lambda *arrays: _scattered(eqn, *arrays))
@@ -170,7 +170,7 @@ _COMPARISONS = """
 
 @register("wide", *_FUNCTIONS.split(), *_COMPARISONS.split())
 def function(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
-    """Applied to ``data * scale``, in float32 or wider."""
+    """Apply to ``data * scale``, in float32 or wider."""
     if interpreter.settings.decouple and can_decouple(eqn.primitive.name, values):
         return decoupled(eqn.primitive.name, values[0], lambda x: interpreter.bind(eqn, [x]))
     return interpreter.wide(eqn, values)
@@ -178,7 +178,7 @@ def function(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> An
 
 @register("wide", *_SUMS)
 def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
-    """Applied to ``data * scale``, in float32 or wider; a zero that is known adds nothing."""
+    """Apply to ``data * scale``, in float32 or wider; adding a known zero changes nothing."""
     if eqn.primitive.name in ("add", "add_any"):
         for x, y in (values, values[::-1]):
             if y.const == 0 and x.is_stored and x.shape == aval_of(eqn.outvars[0]).shape:
@@ -187,7 +187,7 @@ def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
 
 
 def _is_one_per_row(eqn: JaxprEqn) -> bool:
-    """Return whether a scatter changes one entry a row, as the gradient of `take_along_axis`."""
+    """Return whether a scatter adds to one entry per row, as `take_along_axis` does in reverse."""
     dims, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
     rows, last = tuple(range(len(shape) - 1)), (len(shape) - 1,)
     return (
@@ -199,14 +199,14 @@ def _is_one_per_row(eqn: JaxprEqn) -> bool:
 
 @register("wide", "scatter_add", "scatter_sub")
 def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Operand and updates meet wide; one update in each row is chosen where its index is."""
+    """Scatter wide; write a scatter of one update per row as an element-wise selection."""
     x, indices, updates = values
     operand, added = x.data, updates.data
     if x.scale is not None or updates.scale is not None:
         operand, added = same_type([x.wide(), updates.wide()])
     if not _is_one_per_row(eqn):
         data = _scattered(eqn, operand, indices.data, added)
-    else:  # element by element, which XLA fuses: a scatter is a kernel of its own
+    else:  # element by element, which XLA fuses, while a scatter is a separate kernel
         index, last = indices.data[..., 0], operand.ndim - 1
         if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
             index = jnp.clip(index, 0, operand.shape[last] - 1)
@@ -221,7 +221,7 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
 
 @register("wide", "reduce_precision")
 def reduce_precision(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Rounds the value; a value is kept at its own precision, which only bars XLA from fusing."""
+    """Round the value; rounding to its own precision, as a barrier for XLA, acts on data."""
     own = jnp.finfo(aval_of(eqn.invars[0]).dtype)
     if (own.nexp, own.nmant) == (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]):
         return same_place(interpreter, eqn, values)
@@ -233,7 +233,7 @@ def reduce_precision(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value
 
 @register("cast", "convert_element_type")
 def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Casts the value; from float to float its type, and data and scale if it is stored."""
+    """Cast the value; from float to float, change its type, and its data and scale if stored."""
     (x,) = values
     before, dtype = aval_of(eqn.invars[0]).dtype, eqn.params["new_dtype"]
     if not is_float(dtype):
@@ -253,7 +253,7 @@ def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
 
 
 def narrowed(x: Value, dtype: Any) -> Value:
-    """Casts to an 8-bit type, saturating; results computed from it have the type from before."""
+    """Cast to an 8-bit type, saturating; results computed from it have the original type."""
     x = x.uniform()
     x = x if x.is_sized else x.measured()
     return x.with_data(cast(x.data, dtype))
@@ -261,7 +261,7 @@ def narrowed(x: Value, dtype: Any) -> Value:
 
 @register("cast", "bitcast_convert_type")
 def bitcast(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """The bits of the value, in the type of the program."""
+    """Return the bits of the value in the program's type."""
     (x,) = values
     data = interpreter.bind(eqn, [x.numeric(aval_of(eqn.invars[0]).dtype)])
     return wide_value(data, x.dtype) if is_float(data) else Value(data)
@@ -310,12 +310,12 @@ _INTEGERS = """
 
 
 def _default(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> object:
-    """Applied to values in the types of the program; results are wide."""
+    """Apply to ``data * scale`` in the program's types; results are wide."""
     return interpreter.default(eqn, values)
 
 
 def _never(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> object:
-    """On integers, keys and tokens, which have no scale; applied as it is."""
+    """Apply unchanged: integers, keys and tokens have no scale."""
     return interpreter.default(eqn, values)
 
 

@@ -1,4 +1,4 @@
-"""Inner programs: how values cross into them; jit, remat, cond, and calls that are inlined."""
+"""Rules of inner programs (jit, remat, cond and inlined calls), and how values enter them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from ._interpreter import ELEMENTWISE, Interpreter, Settings, register
 from ._values import Scale, Value, aval_of, data_dtype, is_float, same_type, wide_value
 
-# -- values across a boundary that takes arrays ----------------------------------------------------
+# -- values as arrays that an inner program takes --------------------------------------------------
 
 
 class Spec(NamedTuple):
-    """The static facts of a value; ``index`` is the position of its scale's array among all.
+    """Everything static about a value; ``index`` is the position of its scale in the scales' list.
 
-    ``const`` is a string, because NaN is not equal to itself, and -0.0 is to 0.0.
+    ``const`` is a string so that specs compare as expected: NaN != NaN, but 0.0 == -0.0.
     """
 
     log2: int | None
@@ -30,7 +30,7 @@ class Spec(NamedTuple):
     const: str | None
 
     def unpack(self, data: Any, scales: Sequence[Any]) -> Value:
-        """Rebuilds the value."""
+        """Rebuild the value."""
         const = None if self.const is None else float(self.const)
         if self.log2 is None:
             return Value(data, const=const)
@@ -39,7 +39,7 @@ class Spec(NamedTuple):
 
 
 def _spec_of(value: Value, scales: list[Any]) -> Spec:
-    """Describes a value; an array of its scale that is not in the list yet is appended to it."""
+    """Describe a value; append the array of its scale to ``scales`` unless it is there."""
     if value.scale is None:
         const = None if value.const is None else repr(float(value.const))
         return Spec(None, None, None, value.steps, const)
@@ -51,7 +51,7 @@ def _spec_of(value: Value, scales: list[Any]) -> Spec:
 
 
 class Packed(NamedTuple):
-    """Values as data, the distinct arrays of their scales, and specs."""
+    """Values, split into data, the distinct arrays of their scales, and specs."""
 
     data: list[Any]
     scales: list[Any]
@@ -59,19 +59,19 @@ class Packed(NamedTuple):
 
     @property
     def arrays(self) -> list[Any]:
-        """All arrays: data, then scales."""
+        """Return all arrays: data, then scales."""
         return [*self.data, *self.scales]
 
 
 def pack(values: Sequence[Value]) -> Packed:
-    """Splits values into arrays and specs."""
+    """Split values into arrays and specs."""
     scales: list[Any] = []
     specs = tuple(_spec_of(v, scales) for v in values)
     return Packed([v.data for v in values], scales, specs)
 
 
 def unpack(specs: Sequence[Spec], arrays: Sequence[Any]) -> list[Value]:
-    """Rebuilds values from the arrays of `Packed.arrays`."""
+    """Rebuild values from the arrays of `Packed.arrays`."""
     count = len(specs)
     return [s.unpack(a, arrays[count:]) for s, a in zip(specs, arrays[:count], strict=True)]
 
@@ -83,7 +83,7 @@ class Traced(NamedTuple):
     specs: tuple[Spec, ...]
 
     def rebuild(self, results: Sequence[Any], scales: Sequence[Any]) -> list[Value]:
-        """Turns results into values; ``scales`` are those of the operands."""
+        """Turn results into values; ``scales`` are those of the operands."""
         count = len(self.specs)
         known = [*scales, *results[count:]]
         return [s.unpack(r, known) for s, r in zip(self.specs, results[:count], strict=True)]
@@ -95,7 +95,7 @@ def _key_of(array: Any) -> Any:
 
 
 def trace(settings: Settings, jaxpr: ClosedJaxpr, packed: Packed) -> Traced:
-    """Scales an inner jaxpr, once for all operands of the same types and specs."""
+    """Interpret an inner jaxpr, once for all operands with the same types and specs."""
     arrays = packed.arrays
     key = (id(jaxpr), packed.specs, tuple(map(_key_of, arrays)))
     if key not in settings.traces:
@@ -115,7 +115,7 @@ def trace(settings: Settings, jaxpr: ClosedJaxpr, packed: Packed) -> Traced:
 
 
 def _without_consts(traced: Traced, packed: Packed) -> tuple[ClosedJaxpr, list[Any]]:
-    """Turns the constants of a traced jaxpr into leading operands; returns them too."""
+    """Turn the constants of a traced jaxpr into leading operands; return the jaxpr and them."""
     closed = traced.closed
     if not closed.consts:
         return closed, []
@@ -129,14 +129,14 @@ def _without_consts(traced: Traced, packed: Packed) -> tuple[ClosedJaxpr, list[A
 
 # -- rules -------------------------------------------------------------------------------------
 
-# jit's mark for a result whose sharding the compiler chooses; JAX has no public name for it.
-with jax.disable_jit(False):  # as the environment may have it disabled
+# The value by which jit marks a sharding that the compiler chooses; it has no public name in JAX.
+with jax.disable_jit(False):  # in case JAX_DISABLE_JIT is set
     _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
 
 
 @register("call", "jit")
 def jit(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same jit on the scaled program: its name, shardings, layouts and donations are kept."""
+    """Apply jit to the scaled program, with the same name, shardings, layouts and donations."""
     inner, params = eqn.params["jaxpr"], eqn.params
     is_elementwise = all(e.primitive.name in ELEMENTWISE for e in inner.eqns)
     is_bare = {_UNSPECIFIED}.issuperset((*params["in_shardings"], *params["out_shardings"]))
@@ -165,9 +165,9 @@ def jit(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Va
 
 @register("call", "remat2", "remat_opt", "checkpoint")
 def remat(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same checkpoint on the scaled program: its policy is kept."""
+    """Apply `jax.checkpoint` to the scaled program, with the same policy."""
     settings, packed = interpreter.settings, pack(values)
-    # The same object for the same open jaxpr, which is what traces are found by.
+    # Reuse one closed jaxpr per open jaxpr, because traces are cached by the closed jaxpr.
     opened = eqn.params["jaxpr"]
     inner = settings.traces.setdefault(("open", id(opened)), ClosedJaxpr(opened, ()))
     traced = trace(settings, inner, packed)
@@ -182,7 +182,7 @@ def remat(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[
     *("custom_vmap_call", "xla_metadata_call"),
 )
 def inline(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """Evaluated in place."""
+    """Evaluate the inner program in place."""
     found = (eqn.params.get(name) for name in ("call_jaxpr", "jaxpr", "call"))
     program = next(p for p in found if isinstance(p, (Jaxpr, ClosedJaxpr)))
     if isinstance(program, Jaxpr):
@@ -192,7 +192,7 @@ def inline(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list
 
 @register("call", "custom_lin", "call_hi_primitive", "eval_jaxpr", "stage")
 def internal(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
-    """The default: made by JAX itself, not by programs."""
+    """Take the default rule: user programs do not contain these primitives."""
     if all(v.scale is None for v in values):
         results = interpreter.bind(eqn, [v.data for v in values])
         return list(map(Value, results)) if eqn.primitive.multiple_results else Value(results)
@@ -201,7 +201,7 @@ def internal(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> An
 
 @register("control flow", "cond")
 def cond(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same switch of scaled branches; a result that is scaled in any of them leaves wide."""
+    """Switch between scaled branches; a result that is scaled in any of them is wide in all."""
     index, *operands = values
     packed = pack(operands)
     branches = [trace(interpreter.settings, b, packed) for b in eqn.params["branches"]]

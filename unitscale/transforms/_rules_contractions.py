@@ -1,4 +1,4 @@
-"""Contractions: data is multiplied, and so are the scales."""
+"""Rules of contractions: multiply data by data, and scale by scale."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ STRATEGIES: dict[str, Callable[[str, int], float]] = {
 
 
 def growth_of(strategy: StaticScaling) -> Growth:
-    """Returns a static strategy as a function that gives the whole log2 of the growth.
+    """Return a function from primitive and number of terms to the integer log2 of the growth.
 
-    The data of a sum of n terms grows by sqrt(n) if they are independent ("unit"); with "identity"
-    scales only multiply.
+    A sum of n independent terms grows by sqrt(n) ("unit"); with "identity" growth is ignored.
     """
     function = STRATEGIES.get(strategy) if isinstance(strategy, str) else strategy
     if not callable(function):
@@ -73,12 +72,12 @@ def growth_of(strategy: StaticScaling) -> Growth:
 
 
 def known_terms(dims: Iterable[Any]) -> int:
-    """Returns how many numbers a sum adds up; sizes that an export leaves open count as 1."""
+    """Return the number of terms of a sum; symbolic sizes in an export count as 1."""
     return max(math.prod(n for n in dims if isinstance(n, int)), 1)
 
 
-# Terms of one sign grow by their number, not by its root: this many fill a third of the room that
-# float16 has above 1.
+# A sum of n terms of one sign grows by n, not by its root. More terms than this count as two steps,
+# because such a sum could use up most of the range of float16.
 _MANY = 2**12
 
 
@@ -90,7 +89,7 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
     x, y = x.stored(), y.stored()
     dtype = data_dtype(x, y)
     types = [jnp.result_type(v.data) for v in (x, y)]
-    # Two types meet in the wider; only dot_general takes two of 8 bits.
+    # Operands of two types are cast to the wider one; only dot_general takes two 8-bit types.
     is_dot = eqn.primitive is lax.dot_general_p
     if types[0] != types[1] and not (is_dot and all(t.itemsize == 1 for t in types)):
         pairs = zip((x, y), types, strict=True)
@@ -123,10 +122,10 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
         return contract(left, right, dtype)
 
     if types[0] == types[1] == dtype == np.float16 and 0 <= growth <= 10:
-        # The matrix unit writes two bytes for four where one operand shrinks before the sum, which
-        # has no room in float16. XLA's CPU backend would also add in float16.
+        # The sum may overflow float16, so one operand is divided by the growth before: the matmul
+        # then writes float16, not float32. XLA on a CPU would also accumulate in float16.
         data = lax.platform_dependent(left, right, cpu=after, default=before)
-    elif is_bfloat:  # which needs no room
+    elif is_bfloat:  # whose range is that of float32
         data = times(contract(left, right, dtype), Scale(-growth))
     else:
         data = after(left, right)
@@ -135,7 +134,7 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
 
 @register("contraction", "dot_general")
 def dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Data times data, scale times scale, divided by the root of the contracted size."""
+    """Multiply data and scales; divide the data by the root of the contracted size."""
     contracted = eqn.params["dimension_numbers"][0][0]
     terms = known_terms(values[0].shape[axis] for axis in contracted)
     return _contract(interpreter, eqn, values, terms)
@@ -143,7 +142,7 @@ def dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
 
 @register("contraction", "ragged_dot_general")
 def ragged_dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Treats a grouped matmul as `dot_general`."""
+    """Treat a grouped matmul as `dot_general`."""
     contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
     terms = known_terms(values[0].shape[axis] for axis in contracted)
     return _contract(interpreter, eqn, values, terms)
@@ -151,22 +150,22 @@ def ragged_dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Val
 
 @register("contraction", "conv_general_dilated")
 def conv_general_dilated(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Treats a convolution as `dot_general`: an output sums the kernel's elements per feature."""
+    """Treat a convolution as `dot_general`, with one term per kernel element of a feature."""
     spec = eqn.params["dimension_numbers"].rhs_spec
     terms = known_terms(n for axis, n in enumerate(values[1].shape) if axis != spec[0])
     return _contract(interpreter, eqn, values, terms)
 
 
-# -- attention of cuDNN ----------------------------------------------------------------------------
+# -- cuDNN's attention -----------------------------------------------------------------------------
 
 
 def _attention_operands(
     eqn: JaxprEqn, values: Sequence[Value]
 ) -> tuple[list[Value], list[Any], dict[str, Any], Scale]:
-    """Returns q, k, v; data up to the page tables; parameters; what q was multiplied by.
+    """Return q, k, v; arrays up to the page tables; changed parameters; q's additional scale.
 
-    The kernel adds a bias to logits at their values, so the scales of q and k go to its static
-    scale as far as they are known while tracing. The rest is multiplied into q and k, half each.
+    The kernel adds a bias to the logits, so it must compute their true values. What is static in
+    the scales of q and k goes into its ``scale``; the rest is multiplied into q and k, half each.
     """
     dtype = data_dtype(*values[:4])
     if dtype.itemsize != 2:
@@ -191,7 +190,7 @@ def _attention_operands(
 
 @register("contraction", "dot_product_attention_fwd_wrapper")
 def attention(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same kernel on data: the scale of v is that of the result; that of q k is applied."""
+    """Call the kernel on data: apply the scales of q and k, and give the result that of v."""
     (_, _, v), arrays, changes, _ = _attention_operands(eqn, values)
     data, *statistics = interpreter.bind(eqn, arrays, **changes)
     return [v.with_data(data), *(wide_value(s, np.float32) for s in statistics)]
@@ -199,7 +198,7 @@ def attention(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> l
 
 @register("contraction", "dot_product_attention_bwd_wrapper")
 def attention_backward(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same kernel on data, whose results have the scales of the chain rule."""
+    """Call the kernel on data; the scales of its results follow from the chain rule."""
     (q, k, v), arrays, changes, into_q = _attention_operands(eqn, values)
     statistics, output, cotangent = values[10:]
     cotangent = wide_value(cotangent.wide(), v.dtype) if cotangent.dtype != v.dtype else cotangent
@@ -208,7 +207,7 @@ def attention_backward(interpreter: Interpreter, eqn: JaxprEqn, values: list[Val
     results = interpreter.bind(eqn, arrays, **changes)
     of_v = scale_of(cotangent)
     of_logits = of_v * scale_of(v)
-    # The derivative by a value is that by the kernel's operand times what the value became in it.
+    # Derivative by q's value = derivative by the kernel's operand * (operand / value); also for k.
     into_k = Scale(0, (scale_of(q) * scale_of(k)).array) * into_q.inverse()
     of_q = of_logits * into_q * scale_of(q).inverse()
     of_k = of_logits * into_k * scale_of(k).inverse()

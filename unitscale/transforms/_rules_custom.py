@@ -1,8 +1,8 @@
-"""Functions with a derivative of the user's own: kept, so that it is used outside of scalify too.
+"""Rules of custom_jvp and custom_vjp: keep custom derivatives, also outside of scalify.
 
-The user's rule is written in values, while JAX differentiates data with scales held constant. With
-y = f(x) and values ``data * scale``, the tangent of data is that of the value over the scale, and
-the cotangent of data is that of the value times the scale.
+The user's derivative is written for values, while JAX differentiates data with constant scales. As
+value = data * scale, the tangent of the data is that of the value divided by the scale, and the
+cotangent of the data is that of the value multiplied by the scale.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._values import Scale, Value, aval_of, data_at, is_float, narrow, widen
 
 @jax.tree_util.register_static
 class _Static:
-    """Specs as a part of a tree's structure."""
+    """Specs as a static node of a pytree."""
 
     def __init__(self, specs: tuple[Spec, ...]):
         self.specs = specs
@@ -38,14 +38,14 @@ class _Static:
 def _interpret(
     settings: Settings, function: Any, values: Sequence[Value], types: Sequence[Any]
 ) -> list[Value]:
-    """Traces a function on arrays of these types, laid out as the values, and evaluates it."""
+    """Trace a function for arrays of these types, sharded like the values, and evaluate it."""
     avals = [jax.typeof(v.data).update(dtype=t) for v, t in zip(values, types, strict=True)]
     closed = jax.make_jaxpr(function)(*avals)
     return Interpreter(settings).run(closed.jaxpr, closed.consts, values)
 
 
 def _derivative(value: Value, scale: Scale | None, like: Any) -> Any:
-    """Returns the data of a derivative at a scale, in the type of its primal's data."""
+    """Return the data of a derivative at a given scale, in the type of its primal's data."""
     if scale is None:
         return narrow(widen(value.numeric()), jnp.result_type(like))
     return data_at(value, scale, jnp.result_type(like))
@@ -57,7 +57,7 @@ def _zero(x: Any) -> Any:
 
 @register("call", "custom_jvp_call")
 def custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """A custom_jvp of the scaled program with the user's rule on scaled tangents."""
+    """Make a custom_jvp of the scaled program; interpret the user's rule on scaled tangents."""
     settings = interpreter.settings
     packed = pack(values)
     traced = trace(settings, eqn.params["call_jaxpr"], packed)
@@ -92,7 +92,7 @@ def custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
 
 @register("call", "custom_vjp_call")
 def custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """A custom_vjp of the scaled program with the user's rules on scaled cotangents."""
+    """Make a custom_vjp of the scaled program; interpret the user's rules on scaled cotangents."""
     settings = interpreter.settings
     packed = pack(values)
     traced = trace(settings, eqn.params["call_jaxpr"], packed)
@@ -123,11 +123,11 @@ def _forward(
     found = _interpret(settings, function, inputs, [aval_of(v).dtype for v in eqn.invars])
     results = primal(*arrays)
     outputs = traced.rebuild(results, arrays[len(inputs) :])
-    # Residuals that are inputs are not among what was found.
+    # Residuals that are inputs are not among the results.
     _, _, forwarded = eqn.params["out_trees"]()
     rest = iter(found[: len(found) - len(outputs)])
     residuals = [next(rest) if f is None else inputs[f] for f in forwarded]
-    # Inputs and outputs are saved for their scales; their data is dead and not kept.
+    # The backward pass needs the scales of inputs and outputs, but not their data.
     empty = [
         Value(jnp.zeros((0,), v.data.dtype if is_float(v.data) else np.float32), v.scale, v.dtype)
         for v in (*inputs, *outputs)
@@ -159,7 +159,7 @@ def _backward(
             known.get(i, np.zeros(aval_of(v).shape, jax.dtypes.float0))
             for i, v in enumerate(eqn.outvars)
         ]
-        # One per input; newer releases of JAX give them in a list of their own.
+        # One per input; newer releases of JAX return them in a nested list.
         results = jax.tree.leaves(backward.call_wrapped(*items[:first], *full), is_leaf=_is_none)
         kept[:] = [i for i, r in enumerate(results) if not _is_none(r) and is_float(r)]
         return [results[i] for i in kept]

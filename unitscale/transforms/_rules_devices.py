@@ -1,4 +1,4 @@
-"""Programs of many devices: shard_map, and collectives, whose operands agree on a scale first."""
+"""Rules of shard_map and of collectives, whose operands first get one scale on all devices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _names(axes: Any) -> tuple[str, ...]:
 
 
 def agreed(value: Value, axes: Sequence[str]) -> Value:
-    """Stores a value at the largest scale of any device, unless it is known to be the same."""
+    """Store a value at the largest scale of any device, unless all devices have the same."""
     value = value.stored()
     if value.scale is None or value.scale.array is None or not axes:
         return value
@@ -45,13 +45,13 @@ def _count(axes: Any, shape: tuple[int, ...]) -> int:
 
 @register("collective", "psum", "psum_invariant", "reduce_scatter", "unreduced_psum")
 def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
-    """Stored at one scale for all devices, then summed: data of 16 bits travels in 16 bits."""
+    """Store at one scale for all devices, then sum; 16-bit data is sent in 16 bits."""
     axes = eqn.params["axes" if "axes" in eqn.params else "axis_name"]
     sent = []
     for value in values:
         value = agreed(value, _names(axes))
         if value.scale is not None and np.dtype(value.dtype).itemsize < 4:
-            # Narrow data shrinks before it is summed, since the sum must not overflow.
+            # Divide narrow data before it is summed, so that the sum does not overflow.
             growth = interpreter.settings.growth("psum", _count(axes, value.shape))
             growth = 0 if value.scale.is_one and spans(value.dtype) else growth
             data = fit(times(widen(value.data), Scale(-growth)), value.dtype)
@@ -72,7 +72,7 @@ _MOVED = """
 
 @register("collective", *_MOVED.split())
 def moved(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
-    """Stored at one scale for all devices, then data is sent."""
+    """Store at one scale for all devices, then send the data."""
     axes = _names(eqn.params.get("axes", eqn.params.get("axis_name", ())))
     sent = [agreed(v, axes) for v in values]
     results = interpreter.bind(eqn, [v.data for v in sent])
@@ -83,7 +83,7 @@ def moved(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
 
 @register("collective", "pvary")
 def varied(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Data varies over the axes too: over those that its scale has not made it vary over yet."""
+    """Mark data as varying over the axes, except those that it varies over already."""
     (x,) = values
     new = tuple(axis for axis in eqn.params["axes"] if axis not in varying(x.data))
     return x.with_data(interpreter.bind(eqn, [x.data], axes=new)) if new else x
@@ -91,7 +91,7 @@ def varied(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Valu
 
 @register("call", "shard_map")
 def shard_map(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same mesh and specs for data; scales are the same on every device."""
+    """Map the scaled program with the same mesh and specs; scales are equal on all devices."""
     params = eqn.params
     axes = tuple(params["newly_manual_axes"])
     packed = pack([v.uniform() for v in values])

@@ -1,4 +1,4 @@
-"""Loops: scan and while, on data and those scales that change from one turn to the next."""
+"""Rules of loops: scan and while carry data, and scales that change between iterations."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ._values import (
 
 
 class Carry(NamedTuple):
-    """How one carried leaf crosses from one turn to the next; ``dtype`` is None for a plain leaf.
+    """The form in which a loop carries one leaf; ``dtype`` is None for a plain leaf.
 
-    It crosses wide where it starts plain or wide, as a sum with zeros: rounding would stop it.
+    A leaf that starts plain or wide is carried wide, because rounding could stop a running sum.
     """
 
     dtype: Any = None
@@ -40,11 +40,11 @@ class Carry(NamedTuple):
 
     @classmethod
     def of(cls, value: Value) -> Carry:
-        """Returns how the start of a leaf crosses."""
+        """Return the form for an initial value."""
         return cls() if value.scale is None else cls(value.dtype, not value.is_stored)
 
     def joined(self, result: Value) -> Carry:
-        """Returns how a leaf crosses that went in like this, and came out as a value."""
+        """Return the form that can carry both this form and the result of an iteration."""
         if result.scale is None:
             return self
         if self.dtype is None:
@@ -52,7 +52,7 @@ class Carry(NamedTuple):
         return self._replace(dtype=np.dtype(jnp.result_type(self.dtype, result.dtype)))
 
     def leave(self, value: Value, aval: Any) -> list[Any]:
-        """Returns data and, if the type is narrow, scale of a value."""
+        """Return the value's data in this form and, if the type is narrow, its scale."""
         if self.dtype is None:
             return [value.data]
         if self.wide or is_complex(value.data):
@@ -66,13 +66,13 @@ class Carry(NamedTuple):
 
 
 def _crossing(values: Sequence[Value], forms: Sequence[Carry], avals: Sequence[Any]) -> list[Any]:
-    """Returns the arrays of all carried leaves: their data, then the scales."""
+    """Return the arrays of all carried leaves: their data, then the scales."""
     pairs = [f.leave(v, a) for v, f, a in zip(values, forms, avals, strict=True)]
     return [p[0] for p in pairs] + [p[1] for p in pairs if len(p) > 1]
 
 
 def _enter(arrays: Sequence[Any], forms: Sequence[Carry]) -> list[Value]:
-    """Rebuilds carried values from the arrays of `_crossing`."""
+    """Rebuild carried values from the arrays of `_crossing`."""
     scales = iter(arrays[len(forms) :])
     values = []
     for data, form in zip(arrays, forms, strict=False):
@@ -86,7 +86,7 @@ def _enter(arrays: Sequence[Any], forms: Sequence[Carry]) -> list[Value]:
 
 
 def _fixed_point(forms: list[Carry], turn: Any) -> tuple[ClosedJaxpr, list[Carry]]:
-    """Traces turns until what comes out crosses as what went in."""
+    """Trace the body until its results have the same forms as its operands."""
     while True:
         closed, results = turn(forms)
         found = [f.joined(r) for f, r in zip(forms, results, strict=True)]
@@ -99,7 +99,7 @@ def _fixed_point(forms: list[Carry], turn: Any) -> tuple[ClosedJaxpr, list[Carry
 
 
 def _per_item(value: Value, length: int) -> tuple[Value, Any]:
-    """Splits a scanned value into what a turn sees and the scales that are scanned with it."""
+    """Split a scanned value into the value whose items a body reads, and scales per item."""
     if value.scale is None or not value.scale.ndim:
         return value, None
     scale = value.scale.factor()
@@ -109,14 +109,14 @@ def _per_item(value: Value, length: int) -> tuple[Value, Any]:
 
 
 def _item(array: Any) -> jax.ShapeDtypeStruct:
-    if not array.shape[0]:  # a loop without turns
+    if not array.shape[0]:  # a loop without iterations
         return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
     return jax.eval_shape(lambda x: lax.index_in_dim(x, 0, keepdims=False), array)
 
 
 @register("control flow", "scan")
 def scan(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same scan; items are stored, in a narrow type with a scale for each turn."""
+    """Scan the scaled body; stored outputs of a narrow type have one scale per iteration."""
     params = eqn.params
     inner, length = params["jaxpr"], params["length"]
     consts, carried = scan_counts(params)
@@ -183,7 +183,7 @@ def _stacked(data: Any, item: Value, scales: Any) -> Value:
 
 
 def stops_on_floats(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: int) -> bool:
-    """Return whether the number of turns depends on floats, given the numbers of constants."""
+    """Return whether the exit depends on floats; ``first``, ``second`` are counts of constants."""
 
     def reads_floats(program: ClosedJaxpr, read: Sequence[bool]) -> bool:
         used = zip(program.in_avals, read, strict=True)
@@ -201,9 +201,9 @@ def stops_on_floats(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, secon
 
 
 def _of_examples(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: int) -> Any:
-    """Returns test and body of a loop over examples, each of which stops by itself.
+    """Return condition and body of a vmapped loop, in which each example stops separately.
 
-    Both take the constants of the two, then what is carried.
+    Both take the constants of the condition and of the body, then the carry.
     """
     tests, known = condition.in_avals[:first], body.in_avals[:second]
     avals = [*tests, *known, *condition.in_avals[first:]]
@@ -223,7 +223,7 @@ def _of_examples(condition: ClosedJaxpr, body: ClosedJaxpr, first: int, second: 
 
 
 def _in_float32(value: Value) -> Value:
-    """Returns the same value, of which everything that is computed from it is float32."""
+    """Return the same value in float32, which makes everything computed from it float32."""
     if value.dtype is None or value.dtype.itemsize >= 4:
         return value
     return wide_value(value.wide(), wide_dtype(value.dtype))
@@ -231,7 +231,7 @@ def _in_float32(value: Value) -> Value:
 
 @register("control flow", "while")
 def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """The same loop; in float32 if it stops on what it computes, which 16 bits may never reach."""
+    """Loop over the scaled body; in float32 if the exit depends on floats, or it might not end."""
     settings, params = interpreter.settings, eqn.params
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, second = params["cond_nconsts"], params["body_nconsts"]
@@ -270,7 +270,7 @@ def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     results = _enter(final, forms)
     if not wide or not types:
         return results
-    return [  # stored in the type of the start, and of all operands where that is plain
+    return [  # in the type of the initial value; if that is plain, in the type of the operands
         v if v.scale is None else Value(v.data, v.scale, s.dtype or data_dtype(*types), v.steps)
         for v, s in zip(results, original, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""`scalify`: the same function with a scale for every array."""
+"""`scalify`: attach a scale to every floating array of a function."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Scalified:
         static_scaling: StaticScaling,
         decouple: bool = False,
     ):
-        """Wraps a function; see `scalify`."""
+        """Wrap a function; see `scalify`."""
         self._function = function
         self._static_argnums = frozenset(static_argnums)
         self._static_argnames = frozenset(static_argnames)
@@ -46,7 +46,7 @@ class Scalified:
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the scaled function."""
+        """Call the scaled function."""
         return self._run(args, kwargs)[0]
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -57,16 +57,15 @@ class Scalified:
         return Scalified(bound, argnums, tuple(self._static_argnames), *self._options)
 
     def report(self, *args: Any, **kwargs: Any) -> list[Default]:
-        """Lists every default rule that a call takes.
+        """List every default rule that a call takes.
 
         Args:
             *args: as for a call; nothing is computed.
             **kwargs: as for a call.
 
         Returns:
-            One entry per primitive without a rule of its own, in program order, with the line of
-            the user's code. An inner function that is called repeatedly on the same types counts
-            once.
+            One entry per primitive that has no rule, in program order, with the line of the user's
+            code. An inner function that is called repeatedly with the same types is listed once.
 
         Example:
             >>> import jax.numpy as jnp
@@ -91,7 +90,7 @@ class Scalified:
 
     def _static_positions(self, count: int) -> set[int]:
         positions = {i % count if i < 0 else i for i in self._static_argnums if -count <= i < count}
-        if self._static_argnames:  # a call without them need not look at the signature
+        if self._static_argnames:  # only these need the signature
             names = list(_parameters(self._function))
             positions |= {names.index(n) for n in self._static_argnames if n in names}
         return {i for i in positions if i < count}
@@ -107,7 +106,7 @@ class Scalified:
 
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
-            # Arguments that are not arrays are part of the program, as for `jax.grad`.
+            # Arguments that are not arrays are constants of the program, as in `jax.grad`.
             replaced = [next(given) if _is_array(x) else x for x in leaves]
             own = inner, inner_named = jax.tree.unflatten(tree, replaced)
             before = jax.tree.leaves(own, is_leaf=is_scaled)
@@ -132,10 +131,10 @@ class Scalified:
 
 
 def _from_input(leaf: Any) -> Value:
-    """Turns an argument into a value."""
+    """Turn an argument into a value."""
     data, scale = leaf.pair if isinstance(leaf, ScaledArray) else (leaf, None)
     shape = () if scale is None else jnp.shape(scale)
-    # Trees are rebuilt without checks, so what a transformation did to a scale is seen here first.
+    # Unflattening checks nothing, so this is the first place to see a scale of a wrong shape.
     if not broadcasts(shape, jnp.shape(data)):
         raise ValueError(
             f"unitscale.scalify: the scale of a ScaledArray must broadcast against its data; got "
@@ -151,9 +150,9 @@ def _from_input(leaf: Any) -> Value:
 
 
 def _traced_aval(leaf: Any) -> Any:
-    """Returns what a program is traced on: values, so float32 where a scale multiplies 16 bits.
+    """Return the type to trace an argument with: float32 for ScaledArrays of 16 bits or fewer.
 
-    They lie, and vary over a mesh, as the data does.
+    Its sharding and the mesh axes that it varies over are those of the data.
     """
     if not isinstance(leaf, ScaledArray) or leaf.scale is None:
         return leaf.data if isinstance(leaf, ScaledArray) else leaf
@@ -161,7 +160,7 @@ def _traced_aval(leaf: Any) -> Any:
 
 
 def _to_output(value: Value) -> Any:
-    """Turns a value into a result: a ScaledArray, or an array if it met no scale or is complex."""
+    """Turn a value into a result: a ScaledArray, or an array if it is plain or complex."""
     value = value.leaving()
     if value.scale is None:
         return jnp.asarray(value.data)
@@ -171,7 +170,7 @@ def _to_output(value: Value) -> Any:
 
 
 def _check_unchanged(own: Any, before: Sequence[Any], given: Sequence[Any]) -> None:
-    """Raises where a function has replaced a leaf of an object it was given, which nobody sees."""
+    """Raise an error if the function changed an argument in place: the change would be lost."""
     paths, _ = jax.tree.flatten_with_path(own, is_leaf=is_scaled)
     builtin = (jax.tree_util.DictKey, jax.tree_util.SequenceKey)
     same = [x for x, y in zip(before, given, strict=True) if x is y]
@@ -190,7 +189,7 @@ def _check_unchanged(own: Any, before: Sequence[Any], given: Sequence[Any]) -> N
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Returns the parameters of a function; {} if it has no signature, such as one written in C."""
+    """Return the parameters of a function; {} if it has no signature, as functions in C."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -200,7 +199,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def _check_static(
     function: Callable[..., Any], argnums: Sequence[int], argnames: Sequence[str]
 ) -> None:
-    """Refuses static arguments that the function does not have, as `jax.jit` does."""
+    """Reject static arguments that the function does not have, as `jax.jit` does."""
     parameters = _parameters(function)
     kinds = [p.kind for p in parameters.values()]
     count = len(kinds) - kinds.count(inspect.Parameter.KEYWORD_ONLY)
@@ -213,16 +212,16 @@ def _check_static(
     for option, found in wrong.items():
         if found:
             raise ValueError(
-                f"unitscale.scalify: {option} must be of the function's arguments, "
+                f"unitscale.scalify: {option} must be among the function's arguments, "
                 f"{', '.join(parameters)}; got {', '.join(map(str, found))}"
             )
 
 
 def _is_array(x: Any) -> bool:
-    """Return whether a leaf is traced: arrays are; numbers, strings and functions are not."""
+    """Return whether a leaf is traced: arrays are, numbers, strings and functions are not."""
     if is_scaled(x):
         return True
-    # Types such as jnp.float32 have a dtype too, and arrays of NumPy may hold strings.
+    # Types such as jnp.float32 also have a dtype, and NumPy arrays may hold strings.
     typed = hasattr(x, "dtype") and hasattr(x, "shape")
     return typed and getattr(x.dtype, "kind", "") not in ("O", "S", "U")
 
@@ -235,52 +234,51 @@ def scalify(
     static_scaling: StaticScaling = "unit",
     decouple: bool = False,
 ) -> Any:
-    """Returns the same mathematical function with every float array a ScaledArray, end to end.
+    """Return a function that computes the same as ``fn``, with every float array a ScaledArray.
 
     Scaling:
-        Every primitive that the function traces to, those of its gradients and of its optimizer
-        included, acts on data and scale. Matrix products and convolutions multiply data and scales,
-        and divide the data by the static growth, sqrt(n) for n terms. Movers such as reshape, slice
-        and negation keep the scale. Everything else is computed on ``data * scale`` in float32, and
-        stored where a matrix product, a loop or the end of the program needs it: at scale 1 in
-        types with the range of float32 (bfloat16 too), and in float16 or FP8 at the power of two
-        nearest the RMS of the data, read at run time. Up to rounding in the type of the data,
+        Every primitive of the traced function, also in its gradients and its optimizer, acts on
+        data and scale. Matmuls and convolutions multiply data and scales, and divide the data by
+        the static growth, sqrt(n) for n terms. Movers such as reshape, slice and negation keep the
+        scale. Everything else is computed on ``data * scale`` in float32. Its results are stored
+        where a matmul, a loop or the end of the program needs them: at scale 1 in types with the
+        range of float32 (such as bfloat16), and in float16 or FP8 at the power of two nearest the
+        RMS of the data, measured at run time. Up to rounding in the type of the data,
         ``to_array(scalify(f)(*as_scaled(args))) == f(*args)``.
 
-        The program is traced in float32 where data has 16 bits or fewer, so that a constant such as
-        1e-8 is exact, and a cast to float32 changes nothing. Element-wise results and sums such as
-        a softmax, a loss or a variance are float32 until they are stored. To run matrix products in
-        float32 too, begin with ``transforms.cast_data(x, jnp.float32)``, or pass in float32.
-        Differentiating the scaled function gives derivatives with respect to data, scales being
-        constant.
+        Where data has 16 bits or fewer, the function is traced in float32. So a constant such as
+        1e-8 is exact, and a cast to float32 changes nothing. Element-wise results and sums, such as
+        a softmax, a loss or a variance, are float32 until they are stored. To run matmuls in
+        float32 too, begin with ``transforms.cast_data(x, jnp.float32)``, or pass float32 arrays.
+        Derivatives of the scaled function are with respect to the data, at constant scales.
 
         In float16, entries far smaller than the RMS of their array become 0, such as squares of
-        gradients below 2^-12 of the others, by which Adam divides: give such an optimizer arrays
-        of one size, or bfloat16; or scalify the gradients alone, and step by `optim.scaled`.
+        gradients below 2^-12 of the others, by which Adam divides. Give Adam gradients of similar
+        size, use bfloat16, or scalify only the gradients and update by `optim.scaled`.
 
     Args:
-        fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map, an
-            optimizer. Leaves of its arguments that are ScaledArrays are scaled, plain arrays stay
-            plain until they meet one; in an eager call everything else, such as numbers, strings
-            and functions, is a part of the program.
+        fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map and
+            optimizers. ScaledArrays among its arguments are scaled; plain arrays stay plain until
+            they are combined with one. Outside of jit, everything else, such as numbers, strings
+            and functions, is a constant of the program.
         static_argnums: positions of arguments that are not traced.
         static_argnames: names of arguments that are not traced.
-        static_scaling: growth of the data in matrix products and convolutions: "unit" (the root of
-            the number of terms), "identity" (none), or a function of the primitive's name and the
-            number of terms, rounded to a power of two.
-        decouple: an experiment: functions of float16 data (exp, log, tanh, erf, sin, sqrt) are
-            computed in float16 where scale and data show at run time that this gives what float32
-            gives, rounded, and in float32 elsewhere.
+        static_scaling: growth of the data in matmuls and convolutions: "unit" (the root of the
+            number of terms), "identity" (none), or a function of the primitive's name and the
+            number of terms. It is rounded to a power of two.
+        decouple: an experiment: compute functions of float16 data (exp, log, tanh, erf, sin, sqrt)
+            in float16 where scale and data show at run time that the result equals that of float32
+            up to rounding.
 
     Returns:
-        The scaled function. It is traced at every call, so call it under `jax.jit`. scalify of it
-        is itself. `scalify(jax.vmap(fn))` takes ScaledArrays of any scale; `jax.vmap(scalify(fn))`
-        maps scales as it maps data, so one scale for all items must be left out of it:
+        The scaled function. Every call traces it, so call it under `jax.jit`. Calling scalify on it
+        returns it unchanged. `scalify(jax.vmap(fn))` takes ScaledArrays with any scale.
+        `jax.vmap(scalify(fn))` also maps scales, so exclude a scale that all items share:
         ``in_axes=jax.tree.map(lambda leaf: 0 if leaf.ndim else None, args)``.
 
     Raises:
-        ValueError: if ``static_scaling`` is not registered, or, in a call, if ``fn`` changes an
-            object that it was given, such as an NNX model, in place.
+        ValueError: if ``static_scaling`` is unknown; in a call, if ``fn`` changes an argument, such
+            as an NNX model, in place.
         TypeError: if ``fn`` is not callable.
 
     Example:
@@ -302,7 +300,7 @@ def scalify(
         if (argnums, argnames, static_scaling, decouple) == ((), (), "unit", False):
             return fn
         raise ValueError(
-            "unitscale.scalify: the function is scalified already, and options came with it again; "
+            "unitscale.scalify: the function is scalified already, so options have no effect; "
             "give them to the first call of scalify"
         )
     if argnums or argnames:

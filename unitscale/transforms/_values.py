@@ -1,8 +1,8 @@
 """Values of an interpreted program, and how they are stored.
 
-A value is *plain* (an array that no scale belongs to) or *scaled*: ``data * scale``. A scaled value
-is *stored* while its data has the value's own type, and *wide* while it is float32 (or wider) at
-scale 1, within a chain of element-wise operations and reductions.
+A value is *plain* (an array without a scale) or *scaled*: ``data * scale``. A scaled value is
+*stored* if its data has the value's own type. It is *wide* if its data is float32 (or wider) at
+scale 1, as within a chain of element-wise operations and reductions.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ..core import cast, format_of, result_dtype, wide_dtype
 Statistic = Literal["rms", "amax"]
 """The statistic that `dynamic_rescale` brings near 1: the RMS or the largest magnitude."""
 
-# Number of contractions after which the size of data is measured again.
+# Number of contractions in a row after which the size of the data must be measured again.
 MOST_STEPS = 2
 
 
 class Scale:
-    """The scale ``2**log2 * array``: a static power of two, and one that is known at run time.
+    """The scale ``2**log2 * array``: a static power of two times an array known at run time.
 
-    The array is a scalar or of the rank of its data; None is 1.
+    The array is a scalar or has the rank of the data; None stands for 1.
     """
 
     __slots__ = ("array", "log2")
 
     def __init__(self, log2: int = 0, array: Any = None):
-        """Builds the scale; see the class."""
+        """Build the scale; see the class."""
         self.log2 = log2
         self.array = array
 
@@ -47,7 +47,7 @@ class Scale:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions: 0 for one scale per tensor."""
+        """The number of dimensions: 0 for one scale per tensor."""
         return 0 if self.array is None else jnp.ndim(self.array)
 
     def same(self, other: Scale | None) -> bool:
@@ -60,16 +60,16 @@ class Scale:
         return Scale(self.log2 + other.log2, array)
 
     def shift(self, log2: int) -> Scale:
-        """Returns the scale times ``2**log2``."""
+        """Return the scale times ``2**log2``."""
         return Scale(self.log2 + log2, self.array)
 
     def inverse(self) -> Scale:
-        """Returns one over the scale."""
+        """Return one over the scale."""
         array = None if self.array is None else lax.div(np.float32(1), self.array)
         return Scale(-self.log2, array)
 
     def factor(self) -> Any:
-        """Returns the scale as a float32 array within the normal numbers of float32."""
+        """Return the scale as a float32 array, clamped to the normal numbers of float32."""
         static = np.float32(2.0 ** min(max(self.log2, -126), 127))
         if self.array is None:
             return static
@@ -84,7 +84,7 @@ ONE = Scale()
 
 
 class Origin(NamedTuple):
-    """How an element-wise result was made: in ``depth`` operations from ``roots``."""
+    """How to recompute an element-wise result: by ``depth`` operations from ``roots``."""
 
     apply: Callable[[list[Value]], Value]
     operands: list[Value]
@@ -99,13 +99,14 @@ class Value:
         data: the array.
         scale: its scale; None for a plain array.
         dtype: the type that the value is stored in; None for a plain array.
-        steps: how many contractions made narrow data since its size was last known.
-        const: of a plain array, the number that all of its elements are, if known.
+        steps: for narrow data, the number of contractions since its size was last known; None if
+            its size is unknown.
+        const: for a plain array, the number that all its elements equal, if known.
 
     Attributes:
-        origin: how a wide element-wise result was made, if that is cheap to do again.
-        is_from_stored: whether it was computed from a stored array of as many elements.
-        turns: how many times results of a stored value have been computed again.
+        origin: how to recompute a wide element-wise result, if that is cheap.
+        is_from_stored: whether it was computed from a stored array with as many elements.
+        turns: number of times that results of a stored value have been recomputed.
     """
 
     __slots__ = (
@@ -128,10 +129,10 @@ class Value:
         steps: int | None = None,
         const: float | None = None,
     ):
-        """Builds a value; see the class."""
+        """Build a value; see the class."""
         self.data = data
         self.scale = scale
-        # Any, since it is None only where scale is.
+        # Typed as Any, because it is None only where the scale is None.
         self.dtype: Any = None
         if scale is not None:
             self.dtype = np.dtype(result_dtype(data) if dtype is None else dtype)
@@ -145,12 +146,12 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
+        """The shape of the array."""
         return jnp.shape(self.data)
 
     @property
     def is_stored(self) -> bool:
-        """Return whether the value is scaled and its data as narrow as the type it is stored in."""
+        """Return whether the value is scaled, with data no wider than the type to store it in."""
         if self.scale is None or is_complex(self.data):
             return False
         return jnp.result_type(self.data).itemsize <= self.dtype.itemsize
@@ -162,36 +163,36 @@ class Value:
 
     @property
     def is_neutral(self) -> bool:
-        """Return whether the value is zero, infinity or NaN everywhere, which any scale holds."""
+        """Return whether every element is 0, infinite or NaN, and so the same at any scale."""
         return self.const is not None and (self.const == 0 or not math.isfinite(self.const))
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns what is made of the value under a name, made once in each trace."""
+        """Return ``make()``, cached for this value under a name within a trace."""
         level = get_opaque_trace_state(convention="flax")
         if name not in self._made or self._made[name][0] != level:
             self._made[name] = level, make()
         return self._made[name][1]
 
     def wide(self) -> Any:
-        """Returns ``data * scale`` in float32 or wider."""
+        """Return ``data * scale`` in float32 or wider."""
         scale = self.scale
         if scale is None or scale.is_one:
             return widen(self.data)
         return self.once("wide", lambda: times(widen(self.data), scale))
 
     def numeric(self, dtype: Any = None) -> Any:
-        """Returns the array that the value stands for, in ``dtype`` if its numbers are floating."""
+        """Return the value as a plain array, in ``dtype`` if it is floating."""
         data = self.data if self.scale is None else self.wide()
         return data if dtype is None or not is_float(data) else narrow(data, dtype)
 
     def uniform(self) -> Value:
-        """Returns the value with one scale for all elements."""
+        """Return the value with one scale for all elements."""
         if self.scale is None or not self.scale.ndim:
             return self
         return wide_value(self.wide(), self.dtype)
 
     def made_by(self, apply: Callable[[list[Value]], Value], operands: list[Value]) -> None:
-        """Remembers how a wide element-wise result was made, if that is cheap to do again."""
+        """Remember how to recompute a wide element-wise result, if that is cheap."""
         is_traced = isinstance(self.data, Tracer)  # otherwise nothing is fused
         if self.scale is None or self.is_stored or self.dtype.itemsize > 2 or not is_traced:
             return
@@ -203,15 +204,15 @@ class Value:
         ]
         self.is_from_stored = any(r.is_stored for r in large)
         read = sum(jnp.result_type(r.data).itemsize for r in large)
-        # Float32 would be written (4 bytes) and read (4): up to three arrays of 16 bits are less.
+        # Storing float32 costs 8 bytes (a write and a read); reading three 16-bit arrays costs 6.
         if read <= 6 and depth <= 64 and len(roots) <= 16:
             self.origin = Origin(apply, operands, list(roots.values()), depth)
 
     def again(self, done: dict[int, Value] | None = None) -> Value:
-        """Computes a chain of element-wise operations anew, from what it began with.
+        """Recompute a chain of element-wise operations from the arrays that it started with.
 
-        XLA would merge it with the first time, and keep float32 in memory until now, if the scales
-        of stored arrays were not behind barriers. A number tells each barrier from those before.
+        Barriers around the scales of stored arrays keep XLA from merging this with the first
+        computation, which would keep its float32 results in memory. Each barrier has a number.
         """
         done = {} if done is None else done
         if self.origin is None or id(self) in done:
@@ -230,16 +231,16 @@ class Value:
         return value
 
     def with_data(self, data: Any) -> Value:
-        """Returns a value of the same scale, type and size with other data."""
+        """Return a value with other data, and the same scale, type and size."""
         return Value(data, self.scale, self.dtype, self.steps)
 
     def with_part(self, data: Any) -> Value:
-        """Returns a value of the same scale and type with data of unknown size."""
+        """Return a value with other data of unknown size, and the same scale and type."""
         is_known = self.dtype is None or spans(self.dtype)
         return Value(data, self.scale, self.dtype, self.steps if is_known else None)
 
     def stored(self) -> Value:
-        """Returns the value with one scale and data of its own type.
+        """Return the value with one scale and data of its own type.
 
         The scale of wide data is 1 in a type with the range of float32, and measured in another.
         """
@@ -251,24 +252,24 @@ class Value:
         return self.once("stored", self.measured)
 
     def measured(self, statistic: Statistic = "rms") -> Value:
-        """Returns the value stored at the power of two nearest its size, read from the data."""
+        """Return the value stored at the power of two nearest its size, read from the data."""
         x = self.uniform()
         assert x.scale is not None, "a measured value is scaled"
-        # Computed once to be measured and once to be stored, so that float32 is not kept between.
+        # Compute once to measure and again to store, so that float32 is not kept in between.
         first, second = (x.again(), x.again()) if x.is_from_stored else (x, x)
         unit = Scale(0, unit_of(first.data, statistic, format_of(self.dtype).max))
         data = fit(times(widen(second.data), unit.inverse()), self.dtype)
         return Value(data, x.scale * unit, self.dtype, 0)
 
     def kept(self) -> Value:
-        """Returns the value stored, behind a barrier: XLA would not round, and keep float32."""
+        """Return the stored value behind a barrier, or XLA might not round and keep float32."""
         x = self.stored()
         return x.with_data(lax.optimization_barrier(x.data))
 
     def leaving(self) -> Value:
-        """Returns the value as it leaves a program or a turn of a loop, to be an input again.
+        """Return the value as it leaves a program or a loop iteration.
 
-        The scale of what a contraction made would run away if it were an input again and again.
+        Results of contractions are measured: as inputs of the next step their scale would drift.
         """
         x = self if self.scale is None or self.scale.ndim else self.stored()
         if x.scale is None or is_complex(x.data) or x.scale.ndim or not x.steps:
@@ -277,17 +278,17 @@ class Value:
 
 
 def scale_of(value: Value) -> Scale:
-    """Returns the scale of a value; 1 for a plain array."""
+    """Return the scale of a value; 1 for a plain array."""
     return ONE if value.scale is None else value.scale
 
 
 def wide_value(data: Any, dtype: Any) -> Value:
-    """Wraps a result that was computed wide; ``dtype`` is the type that it is to be stored in."""
+    """Wrap a result that was computed wide; ``dtype`` is the type to store it in later."""
     return Value(data, ONE, dtype)
 
 
 def plain(data: Any) -> Value:
-    """Wraps an array without scale; a concrete scalar is known to be its number."""
+    """Wrap an array without a scale; record the number of a concrete scalar as ``const``."""
     is_scalar = not isinstance(data, Tracer) and not np.ndim(data) and hasattr(data, "dtype")
     if not is_scalar or not jnp.issubdtype(data.dtype, jnp.floating):
         return Value(data)
@@ -303,12 +304,12 @@ def spans(dtype: Any) -> bool:
 
 
 def aval_of(var: Any) -> Any:
-    """Returns shape and dtype of a variable of a jaxpr."""
+    """Return the shape and dtype of a jaxpr's variable."""
     return var.aval
 
 
 def is_float(x: Any) -> bool:
-    """Return whether an array, or a type, is of real or complex floating numbers."""
+    """Return whether an array or a type is floating, real or complex."""
     return jnp.issubdtype(getattr(x, "dtype", x), jnp.inexact)
 
 
@@ -318,12 +319,12 @@ def is_complex(data: Any) -> bool:
 
 
 def data_dtype(*values: Value) -> Any:
-    """Returns the type of a result: that of the scaled operands; plain ones never widen it."""
+    """Return the type of a result: that of its scaled operands; plain ones do not widen it."""
     return np.dtype(jnp.result_type(*[v.dtype for v in values if v.dtype is not None]))
 
 
 def widen(data: Any) -> Any:
-    """Converts real data below 32 bits to float32; everything else is kept."""
+    """Convert real data below 32 bits to float32; leave other data unchanged."""
     dtype = jnp.result_type(data)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
         return data
@@ -331,28 +332,28 @@ def widen(data: Any) -> Any:
 
 
 def narrow(data: Any, dtype: Any) -> Any:
-    """Rounds data to a type; complex data keeps its own."""
+    """Round data to a type; leave complex data unchanged."""
     if jnp.result_type(data) == dtype or is_complex(data):
         return data
     return lax.convert_element_type(data, dtype)
 
 
 def fit(data: Any, dtype: Any) -> Any:
-    """Rounds wide data to a type; finite numbers beyond a narrow one's range become its largest."""
+    """Round wide data to a type; finite numbers beyond the range of a narrow type saturate."""
     if np.dtype(dtype).itemsize == 1:
         return cast(data, dtype)
     if spans(dtype) or is_complex(data) or jnp.result_type(data).itemsize <= 2:
         return narrow(data, dtype)
     wide = jnp.result_type(data)
     largest, finite = np.asarray(format_of(dtype).max, wide), np.asarray(jnp.finfo(wide).max, wide)
-    # The difference is 0, or infinite where data is. XLA would make an array of a mask; and in this
-    # order the zero is positive, so that a negative zero keeps its sign.
+    # Adding the difference instead of selecting by a mask, which XLA would write to memory. In this
+    # order the difference of equal numbers is +0, so that -0 keeps its sign.
     beyond = lax.sub(lax.clamp(-finite, data, finite), data)
     return narrow(lax.sub(lax.clamp(-largest, data, largest), beyond), dtype)
 
 
 def same_type(arrays: Sequence[Any]) -> list[Any]:
-    """Widens the floating arrays among operands, and gives them one type."""
+    """Widen the floating arrays among operands to one common type."""
     wide = [widen(a) if is_float(a) else a for a in arrays]
     types = {jnp.result_type(a) for a in wide if is_float(a)}
     if len(types) < 2 or len({jnp.issubdtype(t, jnp.complexfloating) for t in types}) > 1:
@@ -365,14 +366,14 @@ def same_type(arrays: Sequence[Any]) -> list[Any]:
 
 
 def spread(data: Any, like: Any) -> Any:
-    """Broadcasts data to the shape of an array, laid out on the devices as that is."""
+    """Broadcast data to the shape and the sharding of an array."""
     if jnp.shape(data) == jnp.shape(like):
         return data
     return jnp.broadcast_to(data, jnp.shape(like), out_sharding=jax.typeof(like).sharding)
 
 
 def times(data: Any, scale: Scale) -> Any:
-    """Returns ``data * scale`` in the type of data, which is wide."""
+    """Return ``data * scale`` for wide data, in the type of the data."""
     if scale.is_one:
         return data
     factor = lax.convert_element_type(scale.factor(), jnp.result_type(data))
@@ -380,31 +381,30 @@ def times(data: Any, scale: Scale) -> Any:
 
 
 def data_at(value: Value, scale: Scale, dtype: Any) -> Any:
-    """Returns the data, in a type, that represents a value at a scale."""
+    """Return the data, in the given type, that represents a value at the given scale."""
     if scale.same(value.scale):
         return narrow(value.data, dtype)
     return narrow(times(value.wide(), scale.inverse()), dtype)
 
 
 def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) -> Any:
-    """Returns the power of two nearest the RMS (or largest magnitude) of the finite elements.
+    """Return the power of two nearest the RMS (or largest magnitude) of the finite elements.
 
-    It is at least so large that no finite element is above ``largest`` times it; 1 for data without
-    finite elements other than zero, and for more than 2^16 of an RMS below about 2^-90. Not
-    differentiated.
+    No finite element exceeds ``largest`` times the result. It is 1 if all finite elements are 0, or
+    if there are more than 2^16 elements with an RMS below about 2^-90. It has no gradient.
     """
     data = lax.stop_gradient(jnp.asarray(data))
     if not data.size:
         return jnp.ones((), jnp.float32)
     size = lax.abs(data if jnp.iscomplexobj(data) else widen(data))
     most = np.asarray(jnp.finfo(size.dtype).max, size.dtype)
-    # A comparison, as XLA makes an array of `is_finite`; neither infinity nor NaN is less.
+    # A comparison, which infinity and NaN fail, because XLA would write `is_finite` to memory.
     size = lax.select(lax.le(size, most), size, lax.full_like(size, 0))
     size = lax.convert_element_type(lax.min(size, np.asarray(3e38, size.dtype)), np.float32)
     axes, rms = tuple(range(size.ndim)), _rms(size)
     room = math.floor(math.log2(min(largest, 2.0**127)))
-    # No entry is above the root of the number of terms times the RMS. Large arrays are read once,
-    # with room for such an entry, and are zero where their squares underflow.
+    # No entry exceeds sqrt(n) times the RMS of n elements. For large arrays this bound replaces the
+    # largest entry, so that they are read once; they count as 0 where their squares underflow.
     if isinstance(size.size, int) and size.size > 2**16 and statistic == "rms":
         shift = max(math.ceil(math.log2(size.size) / 2) - (room - 1), 0)
         if shift <= 2:
@@ -417,12 +417,12 @@ def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) 
 
 
 def _rms(size: Any) -> Any:
-    """Returns the RMS of float32 magnitudes; 0 below about 2^-90, where squares underflow.
+    """Return the RMS of float32 magnitudes; 0 below about 2^-90, where squares underflow.
 
-    Squares of large and small numbers are summed apart, each shifted so that the sum stays within
-    float32. They are parts of one complex sum, which XLA fuses with what made the data.
+    Squares are summed with a factor for large and with one for small numbers. The two sums are one
+    complex sum, which XLA fuses with the operation that computes the data.
     """
-    terms = size.size if isinstance(size.size, int) else 2**20  # an export leaves sizes open
+    terms = size.size if isinstance(size.size, int) else 2**20  # the size is symbolic in an export
     shift = math.ceil(math.log2(terms) / 2)
     # The first sum is exact for an RMS above 2^(8 + shift), the second below 2^(10 + shift).
     down, up = np.float32(2.0 ** (-66 - shift)), np.float32(2.0 ** (53 - 3 * shift))
@@ -444,8 +444,8 @@ _EXPONENT_BITS = np.int32(0x7F800000)
 
 
 def _nearest_pow2(size: Any) -> Any:
-    """Rounds to a power of two, 1.5 upwards; 1 for zero and subnormal numbers."""
-    # Times 4/3 the numbers from 1.5 on reach the next exponent, which the mask keeps.
+    """Round to the nearest power of two (1.5 rounds up); return 1 for zero and subnormals."""
+    # Multiplied by 4/3, numbers from 1.5 on reach the next exponent; the mask keeps the exponent.
     size = lax.min(lax.mul(size, np.float32(4 / 3)), np.float32(2.0**126))
     bits = lax.bitcast_convert_type(size, np.int32)
     power = lax.bitcast_convert_type(lax.bitwise_and(bits, _EXPONENT_BITS), np.float32)
