@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,6 +226,37 @@ def test_an_8_bit_second_moment_follows_its_mean_only_if_rounded_at_random(round
         # The root is unbiased, its square by the variance of one rounding over 1 - b2: (eps / 2)^2
         # / 2 at most, relative to the square, each step.
         assert 0.0625 < mean < 0.0625 * (1 + (2**-3) ** 2 / 2 / 0.05)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_scales_chosen_together_on_a_gpu_are_those_chosen_one_by_one(
+    rounding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of layers alike, more than one group of them, some large enough to be sampled."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (4, 8), "large": (130, 512), "bias": (8,), "stack": (2, 4, 8)}
+    sizes = 2.0 ** rng.integers(-6, 6, (18, len(shapes)))
+    params = {
+        f"layer{i}": {
+            name: jnp.asarray(size * rng.normal(size=shape), jnp.float32)
+            for size, (name, shape) in zip(sizes[i], shapes.items(), strict=True)
+            if name != "large" or i < 3
+        }
+        for i in range(len(sizes))
+    }
+    grads = [jax.tree.map(lambda x, k=k: x**2 * 4.0**k, params) for k in range(3)]
+
+    def run() -> Any:
+        tx = scaled(optax.adamw(RATE), rounding=rounding)
+        own = tx.scale_params(params)
+        state, step = tx.init(own), jax.jit(tx.step)
+        for gradient in grads:
+            own, state = step(own, state, gradient)
+        return jax.tree.map(np.asarray, (own, state.inner))
+
+    alone = run()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    chex.assert_trees_all_equal(run(), alone)
 
 
 def test_bytes_per_parameter() -> None:

@@ -22,6 +22,7 @@ from unitscale.optim._storage import (
     round_finite,
     scale_weight,
     store,
+    store_all,
 )
 
 NARROW = ["float8_e4m3fn", "float16", pytest.param("float8_e5m2", marks=pytest.mark.slow)]
@@ -153,10 +154,10 @@ LARGE = (512, 1024)
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def again(x, before, dtype, root=False):
     """Store a large array, with the scale of a previous one."""
-    before, seen = inspect(before)
+    ((before, seen),) = inspect([()], [before])
     assert is_stored(before)
     assert seen is not None
-    out = store(Moment(dtype, root), x, None, seen)
+    (out,) = store_all([()], [Moment(dtype, root)], [x], [None], [seen])
     return out, load(out)
 
 
@@ -223,10 +224,14 @@ def test_items_of_a_large_stack_have_scales_of_their_own() -> None:
     moment = Moment("float8_e4m3fn", stack_axes=1)
     before = store(moment, jnp.zeros_like(x), None)
 
+    def after(x, before):
+        ((_, seen),) = inspect([()], [before])
+        return store_all([()], [moment], [x], [None], [seen])[0]
+
     @jax.jit
     def run(x, before):
-        out = store(moment, x, None, inspect(before)[1])
-        return out, load(out), load(store(moment, x, None, inspect(out)[1]))
+        out = after(x, before)
+        return out, load(out), load(after(x, out))
 
     out, once, twice = run(x, before)
     assert out.scale.shape == (3, 1, 1)

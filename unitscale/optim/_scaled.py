@@ -15,8 +15,9 @@ from ..core import CastRounding, format_of, is_scaled, to_array, widen
 from ._roles import Moments, check_first_steps, formats_of, path_name, store_state
 from ._storage import (
     WITHIN_SCALIFY,
-    add_update,
+    add_updates,
     check_dtype,
+    gather_scales,
     inspect,
     is_floating,
     is_stored,
@@ -25,6 +26,7 @@ from ._storage import (
     scale_weight,
     split_key,
     store,
+    store_all,
 )
 
 
@@ -121,17 +123,19 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) ->
         Balanca et al., "Scalify", 2024, arXiv 2407.17353, section 4 (float16 master weights);
         Croci et al., "Stochastic rounding", 2022, arXiv 2103.13445.
     """
-    leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
+    found, structure = jax.tree.flatten_with_path(params, is_leaf=_is_leaf)
     changes, other = jax.tree.flatten(updates, is_leaf=_is_leaf)
     if structure != other:
         raise ValueError(
             "unitscale.optim.apply_updates: updates must have the structure of params; got "
             f"{other}, expected {structure}"
         )
-    total = [
-        w if w is None or u is None else add_update(w, u, k)
-        for w, u, k in zip(leaves, changes, split_key(key, len(leaves)), strict=True)
-    ]
+    keys, total = split_key(key, len(found)), [w for _, w in found]
+    own = [i for i, u in enumerate(changes) if u is not None and total[i] is not None]
+    paths = [found[i][0] for i in own]
+    weights, changes, keys = ([each[i] for i in own] for each in (total, changes, keys))
+    for i, new in zip(own, add_updates(paths, weights, changes, keys), strict=True):
+        total[i] = new
     return jax.tree.unflatten(structure, total)
 
 
@@ -316,23 +320,23 @@ def scaled(
         if state.key is not None:
             following, for_moments, for_weights = jax.random.split(state.key, 3)
         found, structure = jax.tree.flatten_with_path(state.inner, is_leaf=is_stored)
-        inspected = {path: inspect(x) for path, x in found}
+        paths = [path for path, _ in found]
+        inspected = dict(zip(paths, inspect(paths, [x for _, x in found]), strict=True))
         wide_state = jax.tree.unflatten(structure, [load(x) for x, _ in inspected.values()])
         wide = _wide_gradients(grads, params), wide_state, values(params)
         with jax.numpy_dtype_promotion("standard"):  # optax takes powers of floats by integers
             updates, new = inner.update(*wide, **(extra_args if extra else {}))
         # Moments keep their formats. Other state may change its structure: optax.monitor adds
         # measurements in the first update.
-        before = {path: x for path, x in inspected.items() if is_stored(x[0])}
-        keys = dict(zip(before, split_key(for_moments, len(before)), strict=True))
-
-        def store_again(path: Any, x: Any) -> Any:
-            if path not in before:
-                return x
-            stored, seen = before[path]
-            return store(moment_of(stored), x, keys[path], seen)
-
-        new = jax.tree.map_with_path(store_again, new)
+        found, structure = jax.tree.flatten_with_path(new)
+        total = dict(found)
+        own = [path for path in inspected if is_stored(inspected[path][0]) and path in total]
+        stored, seen = [inspected[path][0] for path in own], [inspected[path][1] for path in own]
+        arrays, keys = [total[path] for path in own], split_key(for_moments, len(own))
+        total |= zip(
+            own, store_all(own, [*map(moment_of, stored)], arrays, keys, seen), strict=True
+        )
+        new = jax.tree.unflatten(structure, total.values())
         return updates, ScaledState(new, following), for_weights
 
     def update(grads: Any, state: ScaledState, params: Any = None, **extra_args: Any) -> Any:
@@ -340,6 +344,7 @@ def scaled(
         return updates, state
 
     def step(params: Any, state: ScaledState, grads: Any, **extra_args: Any) -> Any:
+        params, state = gather_scales((params, state))
         updates, state, for_weights = advance(grads, state, params, extra_args)
         return apply_updates(params, updates, key=for_weights), state
 

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import operator
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -38,6 +40,8 @@ _UNSAMPLED, _ROW_SAMPLE, _COLUMN_SAMPLE, _ITEM_SAMPLE = 2**16, 2**14, 2**13, 2**
 # Binades of headroom above the largest sampled entry: in formats with 5 exponent bits, in formats
 # with fewer, and in the latter after an entry exceeded its headroom.
 _ROOM, _ROOM_NARROW, _ROOM_AFTER_GROWTH = 10, 1, 4
+# Arrays whose scales a GPU chooses together at most; with more, XLA compiles longer for less.
+_GROUP = 16
 # Exponent assumed for the largest entry if all sampled entries are zero.
 _EXPONENT_OF_UNSEEN = -14
 # Scale of all-zero parameters: float16 holds first updates of 2^-22 to 2^7 at full precision.
@@ -188,33 +192,112 @@ def load(stored: Any) -> Any:
 Seen: TypeAlias = tuple[jax.Array, jax.Array] | tuple[()]
 
 
-def inspect(stored: Any) -> tuple[Any, Seen | None]:
-    """Return the array to load, and its `Seen`; None if scales follow from all entries."""
-    if not is_stored(stored):
-        return stored, None
-    moment = moment_of(stored)
-    inner, fmt = _scaled_array(stored), format_of(moment.dtype)
-    axes = tuple(range(moment.stack_axes, inner.ndim))
-    if fmt.exponent_bits >= 8 or moment.block is not None or not is_sampled(inner.shape, axes):
-        return stored, None
-    if fmt.exponent_bits == 5:
-        return stored, ()
+def inspect(paths: Sequence[Any], stored: Sequence[Any]) -> list[tuple[Any, Seen | None]]:
+    """Return the arrays to load, each with its `Seen`; None if scales follow from all entries."""
+    results: list[tuple[Any, Seen | None]] = [(x, None) for x in stored]
+    keys: list[Any] = [None] * len(stored)
+    operands: list[Any] = [()] * len(stored)
+    for i, x in enumerate(stored):
+        if not is_stored(x):
+            continue
+        moment, inner = moment_of(x), _scaled_array(x)
+        bits, axes = format_of(moment.dtype).exponent_bits, _own_axes(moment, inner)
+        if bits >= 8 or moment.block is not None or not is_sampled(inner.shape, axes):
+            continue
+        results[i] = (x, ())
+        if bits < 5:
+            keys[i] = (paths[i], moment, axes)
+            operands[i] = (_largest_bits(inner.data, axes[-1:], keep=True), inner.scale)
+    for i, seen in enumerate(_in_groups(_see, keys, operands)):
+        if seen is not None:
+            inner = ScaledArray(_scaled_array(stored[i]).data, seen[0])
+            results[i] = (SquareRoot(inner) if keys[i][1].root else inner, seen[1:])
+    return results
+
+
+def _see(key: Any, code: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the scale of an array, and its `Seen`, from the largest bits of its rows."""
+    _, moment, axes = key
     # The barrier makes all uses of the data wait for its maximum. Otherwise XLA computes it in the
     # kernel that writes the new weights, and needs one more pass to write the moment.
-    code, scale = lax.optimization_barrier((_largest_bits(inner.data, axes), inner.scale))
+    code, scale = lax.optimization_barrier((jnp.max(code, axes).reshape(scale.shape), scale))
     largest = widen(lax.bitcast_convert_type(code, moment.dtype))
     # Only entries that exceeded their headroom reach the highest binade.
     grew = largest >= 2.0 ** _highest_exponent(moment.dtype)
     exponent = (lax.bitcast_convert_type(largest * scale, jnp.int32) >> 23) - 127
-    inner = ScaledArray(inner.data, scale)
-    stored = SquareRoot(inner) if moment.root else inner
-    return stored, (exponent, jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_NARROW))
+    return scale, exponent, jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_NARROW)
+
+
+def _in_groups(choose: Any, keys: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Return ``choose(key, *operands)`` for each key, and None for each None.
+
+    Arrays of different layers whose keys, shapes and shardings agree go through one call, since a
+    GPU takes as long for the small kernels of one array as for those of many.
+    """
+    results: list[Any] = [None] * len(keys)
+    groups: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        if key is not None and jax.default_backend() == "cpu":
+            results[i] = choose(key, *operands[i])
+        elif key is not None:
+            # Without the numbers of layers. Arrays of other names may be sharded otherwise.
+            name, *rest = key
+            name = re.sub(r"\d+", "", jax.tree_util.keystr(name))
+            groups.setdefault((name, *rest, str(jax.tree.map(jax.typeof, operands[i]))), []).append(
+                i
+            )
+    for members in groups.values():
+        for start in range(0, len(members), _GROUP):
+            own = members[start : start + _GROUP]
+            stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(operands[i] for i in own))
+            found = jax.vmap(functools.partial(choose, keys[own[0]]))(*stacked)
+            for k, i in enumerate(own):
+                results[i] = jax.tree.map(operator.itemgetter(k), found)
+    return results
+
+
+def gather_scales(tree: Any) -> Any:
+    """Return a tree with the same scales, all taken from one vector.
+
+    Otherwise a GPU copies each donated scale before its successor is written.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_scaled)
+    scalar = [is_scaled(x) and x.scale is not None and x.scale.ndim == 0 for x in leaves]
+    own = [i for i, is_scalar in enumerate(scalar) if is_scalar]
+    if not own or jax.default_backend() == "cpu":
+        return tree
+    vector = lax.optimization_barrier(jnp.stack([leaves[i].scale for i in own]))
+    for k, i in enumerate(own):
+        leaves[i] = ScaledArray(leaves[i].data, vector[k])
+    return jax.tree.unflatten(structure, leaves)
+
+
+def store_all(
+    paths: Sequence[Any],
+    moments: Sequence[Moment],
+    arrays: Sequence[jax.Array],
+    keys: Sequence[jax.Array | None],
+    seen: Sequence[Seen | None],
+) -> list[Any]:
+    """Call `store` for each of these arrays; similar ones choose their scales together."""
+    groups: list[Any] = []
+    operands: list[Any] = []
+    for path, moment, x, known in zip(paths, moments, arrays, seen, strict=True):
+        x, axes = lax.convert_element_type(x, jnp.float32), _own_axes(moment, x)
+        own = format_of(moment.dtype).exponent_bits < 8 and (moment.block is None or not x.ndim)
+        groups.append((path, moment, axes, known is not None) if own else None)
+        operands.append(([x] if known is None else sample(x, axes), known or ()))
+    shifts = _in_groups(_choose_shift, groups, operands)
+    return list(map(store, moments, arrays, keys, shifts))
 
 
 # Under jit, so that arrays of the same shape, of which a model has many, are traced once.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def store(
-    moment: Moment, x: jax.Array, key: jax.Array | None = None, seen: Seen | None = None
+    moment: Moment,
+    x: jax.Array,
+    key: jax.Array | None = None,
+    shift: tuple[jax.Array, jax.Array] | None = None,
 ) -> ScaledArray | SquareRoot:
     """Round an array of state once to its storage format; to nearest without a key.
 
@@ -225,8 +308,8 @@ def store(
     if fmt.exponent_bits < 8:
         if moment.block is not None and x.ndim:
             block = (1,) * (x.ndim - 1) + (moment.block,)
-        shift, finite = _choose_shift(x, moment, seen)
-        scale = normal_pow2(shift)
+        exponent, finite = shift or _choose_shift((None, moment, _own_axes(moment, x), False), [x])
+        scale = normal_pow2(exponent)
         scale = lax.select(finite, scale, lax.full_like(scale, jnp.nan))
         # 1 / scale, in integer arithmetic that XLA repeats in every kernel that uses it.
         bits = (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
@@ -242,13 +325,18 @@ def store(
     return SquareRoot(stored) if moment.root else stored
 
 
-def _choose_shift(x: jax.Array, moment: Moment, seen: Seen | None) -> tuple[jax.Array, jax.Array]:
+def _own_axes(moment: Moment, x: Any) -> tuple[int, ...]:
+    """Return the axes along which entries share a scale, blocks aside."""
+    return tuple(range(moment.stack_axes, jnp.ndim(x)))
+
+
+def _choose_shift(key: Any, parts: Sequence[jax.Array], seen: Any = ()) -> Any:
     """Return exponents of the scales, and whether all entries that they depend on are finite."""
     # With integers, because XLA needs more kernels to do the same in float32.
-    axes = tuple(range(moment.stack_axes, x.ndim))
-    parts = [x] if seen is None else sample(x, axes)
-    block = moment.block if x.ndim else None
+    _, moment, axes, is_sampled = key
+    block = moment.block if parts[0].ndim else None
     if block is not None:
+        (x,) = parts
         x = lax.pad(x, jnp.float32(0), [(0, 0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block, 0)])
         parts, axes = [x.reshape(*x.shape[:-1], -1, block)], (x.ndim,)
     largest = functools.reduce(lax.max, [_largest_bits(part, axes) for part in parts])
@@ -261,7 +349,7 @@ def _choose_shift(x: jax.Array, moment: Moment, seen: Seen | None) -> tuple[jax.
     exponent = (biased - 127) >> halved if halved else biased - 127
     # The power of two above the largest magnitude becomes the largest one of the format.
     above = 1 - _highest_exponent(moment.dtype)
-    room, unseen = (0, -above) if seen is None else (_ROOM, _EXPONENT_OF_UNSEEN)
+    room, unseen = (_ROOM, _EXPONENT_OF_UNSEEN) if is_sampled else (0, -above)
     if seen:
         exponent, room = lax.max(exponent, seen[0]), seen[1]
     is_zero = exponent == (0 - 127) >> halved
@@ -273,13 +361,14 @@ def _highest_exponent(dtype: Any) -> int:
     return math.frexp(format_of(dtype).max)[1] - 1
 
 
-def _largest_bits(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def _largest_bits(x: jax.Array, axes: Sequence[int], keep: bool = False) -> jax.Array:
     """Return the bits of the largest magnitudes over axes, which are kept unless they are all."""
     # Integers order magnitudes as floats do, with NaN above infinity.
     kind = jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint32
     magnitudes = lax.bitcast_convert_type(x, kind) & kind(jnp.iinfo(kind).max // 2)
     largest = lax.reduce_max(magnitudes, tuple(axes))
-    return lax.expand_dims(largest, tuple(axes)) if len(axes) < x.ndim else largest
+    keep = keep or len(axes) < x.ndim
+    return lax.expand_dims(largest, tuple(axes)) if keep else largest
 
 
 def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
@@ -333,9 +422,25 @@ def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
     return ScaledArray(cast(value / scale, dtype), scale)
 
 
+def add_updates(
+    paths: Sequence[Any],
+    weights: Sequence[Any],
+    updates: Sequence[Any],
+    keys: Sequence[jax.Array | None],
+) -> list[Any]:
+    """Return each weight plus its update, rounded once into the format of the weight."""
+    groups: list[Any] = [None] * len(weights)
+    operands: list[Any] = [()] * len(weights)
+    for i, w in enumerate(weights):
+        if is_scaled(w) and w.scale is not None and w.block_shape is None and w.size:
+            axes = tuple(a for a, n in enumerate(w.scale.shape or (1,) * w.ndim) if n == 1)
+            groups[i], operands[i] = (paths[i], axes), (sample(w.data, axes), w.scale)
+    changes = _in_groups(_scale_change, groups, operands)
+    return list(map(_add_update, weights, updates, keys, changes))
+
+
 @functools.partial(jax.jit, inline=True)  # see `store`
-def add_update(weight: Any, update: Any, key: jax.Array | None = None) -> Any:
-    """Return a weight plus its update, rounded once into the format of the weight."""
+def _add_update(weight: Any, update: Any, key: jax.Array | None, change: Any) -> Any:
     update = update.value if is_scaled(update) else update
     if not is_scaled(weight) and not is_floating(weight):
         return weight + lax.convert_element_type(update, weight.dtype)
@@ -344,22 +449,18 @@ def add_update(weight: Any, update: Any, key: jax.Array | None = None) -> Any:
     if not is_scaled(weight) or weight.scale is None:
         data = round_finite(total, weight.dtype, key)
         return ScaledArray(data) if is_scaled(weight) else data
-    scale, block = _weight_scale(weight), weight.block_shape
+    scale, block = to_float(weight.scale), weight.block_shape
+    scale = scale if change is None else scale * lax.convert_element_type(change, scale.dtype)
     full = ScaledArray(weight.data, scale, block_shape=block).full_scale
     data = round_finite(total / to_float(full), weight.dtype, key)
     return ScaledArray(data, scale, block_shape=block)
 
 
-def _weight_scale(weight: ScaledArray) -> jax.Array:
-    """Return the scale for new data: the old one unless the old RMS is outside of [1/2, 2]."""
-    scale = to_float(weight.scale)
-    if weight.block_shape is not None or weight.size == 0:
-        return scale
-    axes = tuple(a for a, n in enumerate(scale.shape or (1,) * weight.ndim) if n == 1)
-    sizes = (rms(part, axes).reshape(scale.shape) for part in sample(weight.data, axes))
+def _scale_change(key: Any, parts: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
+    """Return the factor from an old scale to a new: 1 unless the old RMS is outside [1/2, 2]."""
+    sizes = (rms(part, key[1]).reshape(scale.shape) for part in parts)
     size = lax.convert_element_type(functools.reduce(lax.max, sizes), jnp.float32)
     moved = ((size < 0.5) & (size >= 2.0**-126)) | ((size > 2) & (size <= 2.0**126))
     # The power of two nearest to such a size: `scale_near` in fewer operations.
     bits = (lax.bitcast_convert_type(size, jnp.int32) + (1 << 22)) & (255 << 23)
-    unit = lax.convert_element_type(lax.bitcast_convert_type(bits, jnp.float32), scale.dtype)
-    return lax.select(moved, scale * unit, scale)
+    return lax.select(moved, lax.bitcast_convert_type(bits, jnp.float32), jnp.ones_like(size))
