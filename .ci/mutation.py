@@ -85,7 +85,8 @@ def choose(mutant: dict[str, Any], tree: Path) -> list[str]:
     contexts = data.contexts_by_lineno(str(tree / mutant["path"]))
     nodes = ast.walk(ast.parse((tree / mutant["path"]).read_text("utf-8")))
     spans = [range(n.lineno, (n.end_lineno or 0) + 1) for n in nodes if isinstance(n, ast.stmt)]
-    span = min((span for span in spans if mutant["line"] in span), key=len)
+    line = mutant["line"]  # of a decorator, in no statement
+    span = min((span for span in spans if line in span), key=len, default=range(line, line + 1))
     met = {name for line in span for name in contexts.get(line, ())}
     if met == {""}:  # the statement runs only at import
         met = {name for names in contexts.values() for name in names}
