@@ -90,7 +90,7 @@ class TestCustomVjp:
         value, vjp = jax.vjp(lambda x: _triple(x, 7.0), jnp.ones(2))
         np.testing.assert_array_equal(value, [3, 3])
         np.testing.assert_array_equal(vjp(jnp.ones(2))[0], [7, 7])
-        assert (_triple.__name__, _triple.__doc__) == ("_triple", "Three times.")
+        assert (_triple.__name__, _triple.__doc__) == ("_triple", "Return three times x.")
 
     @pytest.mark.parametrize(
         "differentiate",
