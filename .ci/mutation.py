@@ -3,10 +3,10 @@
     pip install -e ".[test,mutation]"
     python .ci/mutation.py --sample 300 --seed 0 --all
 
-Draws a sample of mutants, small changes to the library by Cosmic Ray's operators, makes each in a
-copy of the working tree, and runs tests until one fails, choosing tests that reach the changed line
-(found by a run of all tests with coverage). `--all` then runs slow tests on the mutants that
-survived. Outcomes are kept in `runs/mutation` by a hash of the sources, so that a rerun resumes.
+Draws mutants, small changes to the library by Cosmic Ray's operators, makes each in a copy of the
+working tree, and runs tests that reach the changed line (found with coverage) until one fails.
+`--all` then runs slow tests on the mutants that survived. Outcomes are kept in `runs/mutation` by a
+hash of the sources, so that a rerun resumes.
 """
 
 import argparse
