@@ -8,9 +8,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
@@ -168,14 +166,6 @@ def test_a_function_that_changes_an_object_in_place() -> None:
         with pytest.raises(ValueError, match=r"\['b'\].w.* nnx.split"):
             run(given, jnp.ones(2))
     np.testing.assert_array_equal(to_array(scalify(other)(given, jnp.ones(2))["c"]), 1.0)
-
-    def update(model: nnx.Module, optimizer: nnx.Optimizer, x: jax.Array) -> None:
-        optimizer.update(model, nnx.grad(lambda model: model(x).sum())(model))
-
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
-    with pytest.raises(ValueError, match=r"in place, at \[0\]\.bias.* `nnx\.merge\(graphdef"):
-        nnx.jit(scalify(update))(model, optimizer, jnp.ones((1, 2)))
 
 
 DATA = np.asarray([[1.0, -2.0], [0.5, 0.0]], np.float32)

@@ -175,3 +175,13 @@ def test_adamw_in_float16_and_float32_and_scales_have_a_fixed_point() -> None:
 @pytest.mark.parametrize("name", optimizers())
 def test_training_in_float16_follows_float32(name: str) -> None:
     follows(name)
+
+
+def test_a_step_that_changes_its_model_in_place_is_refused() -> None:
+    def update(model: nnx.Module, optimizer: nnx.Optimizer, x: jax.Array) -> None:
+        optimizer.update(model, nnx.grad(lambda model: model(x).sum())(model))
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+    with pytest.raises(ValueError, match=r"in place, at \[0\]\.bias.* `nnx\.merge\(graphdef"):
+        nnx.jit(scalify(update))(model, optimizer, jnp.ones((1, 2)))
