@@ -5,8 +5,8 @@
 
 Trains `configs/bert/books.yaml` in each format without a loss scale, and compares the losses over
 the whole validation text, with the same hidden tokens. Given the files of a task, it fine-tunes
-every model on it in the model's format. `--charlm` takes a finished sweep of
-`configs/charlm/small.yaml`.
+every model on it in the model's format. `--charlm` adds the tables of a finished sweep of
+`configs/charlm/small.yaml`, given its folder.
 """
 
 import json as json_text

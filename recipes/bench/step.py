@@ -243,7 +243,7 @@ def compile_seconds(config: RunConfig) -> float:
 
 
 def stepper(config: GPTConfig) -> Callable[[], object]:
-    """Return a function that takes a training step on a random batch, and waits for it."""
+    """Return a function that runs one training step on a random batch, to its end."""
     graphdef, optimizer, state = init_state(config)
     step, batch = make_train_step(graphdef, optimizer, config), random_batch(config)
     return advancing(lambda state, index: step(state, batch, index), state)

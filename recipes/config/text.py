@@ -331,7 +331,7 @@ class LanguageConfig(RunConfig):
     """Folder of a run of this recipe to start from; null for none."""
 
     def passed_on(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Fill in model and tokenizer of a config file whose `init` is this run."""
+        """Fill in the model and tokenizer of a config file whose `init` names this run."""
         shape = self.model.model_dump(mode="json", exclude={"context"})
         if self.longest is not None:
             shape["context"] = self.longest

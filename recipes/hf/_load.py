@@ -113,7 +113,7 @@ def save(
     params: Any = None,
     labels: Sequence[str] | None = None,
 ) -> None:
-    """Write a model to a folder, with the file names and tensors of the folder it came from.
+    """Write a model to a folder, with the file and tensor names of the folder it was loaded from.
 
     Args:
       pretrained: From `load`.

@@ -102,7 +102,7 @@ class StopRequest:
         self._previous = {}
 
     def agreed(self, *, logging: bool) -> signal.Signals | None:
-        """Return the signal to stop for; several processes agree on it at log steps."""
+        """Return the signal that should stop the run; processes agree on it at steps that log."""
         if jax.process_count() == 1:
             return self.signal
         number = int(gathered(np.int32(self.signal or 0)).max()) if logging else 0

@@ -244,7 +244,7 @@ def multiply(left: Pair, right: Pair) -> Pair:
 
 
 def _times(data: jax.Array, rest: jax.Array | int) -> jax.Array:
-    """Multiply data by the remaining factor of a bounded scale."""
+    """Multiply data by the power of two that did not fit into the scale's bounds."""
     return widen(data) if isinstance(rest, int) else widen(data) * rest
 
 

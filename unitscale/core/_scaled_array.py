@@ -195,7 +195,7 @@ class ScaledArray:
 
     @property
     def block_shape(self) -> tuple[int, ...] | None:
-        """Block sizes, one per dimension, also inside and after vmap and scan; or None."""
+        """Sizes of blocks, one per dimension of the data as it is now; None without blocks."""
         if (block := self._block_shape) is None:
             return None
         missing = getattr(self.data, "ndim", len(block)) - len(block)

@@ -262,7 +262,7 @@ class Hook(nnx.Module):
             if problem := einsum_problem(equation):  # a call may have its own equation
                 raise ValueError(
                     f"unitscale.nn.convert: {equation!r} is not a matmul of two operands: "
-                    f"{problem}. Leave the layer out, by a rule with None"
+                    f"{problem}. To skip the layer, add a rule that maps it to None"
                 )
             spec = einsum_contraction(equation, lhs.ndim)
         else:

@@ -34,7 +34,7 @@ class Normalizer(NamedTuple):
 
 
 def wide_logits(logits: jax.Array, mult: float, scale: jax.Array | None) -> jax.Array:
-    """Return the logits times ``mult`` and their scale, in float32."""
+    """Return the value of the logits times ``mult``, one float32 array."""
     return times(widen(logits) * mult, scale)
 
 

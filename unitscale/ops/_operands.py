@@ -40,7 +40,7 @@ Operand: TypeAlias = tuple[jax.Array, Scale]
 def unpack(
     op: str, name: str, x: Any, uniform: tuple[int, ...] | EllipsisType | None = None
 ) -> Operand:
-    """Return data and scale of an operand, with the same scale all along the axes ``uniform``.
+    """Return data and scale of an operand, with a scale constant along the axes in ``uniform``.
 
     Variation of the scale along these axes is moved into the data. ``...`` means all axes.
     """

@@ -218,9 +218,9 @@ class Interpreter:
 
 
 def _stretches(jaxpr: Jaxpr) -> tuple[list[int], dict[Any, int], set[Any]]:
-    """Return the number of contractions before each equation and variable, and what is read later.
+    """Return the number of contractions before each equation, and before each variable.
 
-    Variables are read later if an equation after a further contraction reads them.
+    Also return the variables that have an equation reading them after another contraction.
     """
     places: list[int] = []
     made: dict[Any, int] = {}

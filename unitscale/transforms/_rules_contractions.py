@@ -44,7 +44,7 @@ STRATEGIES: dict[str, Callable[[str, int], float]] = {
 
 
 def growth_of(strategy: StaticScaling) -> Growth:
-    """Return a function from primitive and number of terms to the integer log2 of the growth.
+    """Return a function that maps a primitive and a number of terms to log2 of the growth.
 
     A sum of n independent terms grows by sqrt(n) ("unit"); with "identity" growth is ignored.
     """

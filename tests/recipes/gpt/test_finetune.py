@@ -112,7 +112,7 @@ def test_a_parameter_has_five_bytes(folder: Path) -> None:
     [
         (["lora={}"], r"precision\.matmuls .* needs lora null"),
         (["lora={}", "precision.matmuls=null"], r"precision\.weights"),
-        (["precision.matmuls=qwix"], "qwix needs init null"),
+        (["precision.matmuls=qwix"], "qwix cannot be combined with init"),
         (["model.width=16"], r"model\.width: expected 32, as in init"),
     ],
     ids=lambda value: str(value)[:40],
