@@ -59,5 +59,5 @@ class GPTConfig(LanguageConfig):
         if self.lora and precision.weights is not None:
             raise ValueError("precision.weights needs lora null, as LoRA trains few weights")
         if precision.matmuls == "qwix" and self.init:
-            raise ValueError("precision.matmuls=qwix cannot be combined with init; use precision.matmuls=fp8_dynamic")
+            raise ValueError("precision.matmuls=qwix cannot be combined with init; use fp8_dynamic")
         return self

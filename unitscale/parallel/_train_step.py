@@ -57,7 +57,8 @@ def train_step(
 
     Returns:
         ``step(state, batch, key=None) -> (state, loss)``. It takes a `ParallelState` and a batch
-        whose leaves have the batch as their first dimension. The loss is the float32 mean over devices.
+        whose leaves have the batch as their first dimension. The loss is a float32 mean over
+        devices.
         An AutoScale in the state scales the exchange, and is updated.
 
     Raises:
