@@ -229,7 +229,7 @@ def scaled(
     With Adam the default takes 5 bytes per parameter instead of 12: a float16 weight, an FP8 first
     moment, and the root of the second moment in float16. ``moments=(e4m3fn, e4m3fn)`` with
     stochastic rounding takes 4. Small arrays (gains and biases) stay in float32: they are few
-    bytes, and each scaled array costs a GPU about ten small kernels.
+    bytes, and scales cost a GPU small kernels. Arrays of layers alike share these.
 
     Scaling:
         ``inner`` computes in float32, on plain gradients (as `unitscale.grad` returns them). Each
