@@ -183,7 +183,7 @@ def closing(config: FinetuneConfig, data: TaskData, model: Any, folder: Path) ->
         labels = data.source.labels if isinstance(data.source, files.Dataset) else None
         state = nnx.state(model, nnx.Param)
         save(_read_plain(config), folder / "pretrained", state, labels)
-        yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"
+        yield f"the tuned model (Hugging Face format) is in {folder / 'pretrained'}"
 
 
 def scores(config: FinetuneConfig, data: TaskData, model: Any, folder: Path) -> dict[str, float]:

@@ -171,7 +171,7 @@ def closing(config: GPTConfig, data: Corpus, model: Any, folder: Path) -> Iterat
 
     if config.lora is not None:
         save_adapter(model, config.lora, folder / "adapter", pretrained)
-        yield f"the adapter, in PEFT's format, is in {folder / 'adapter'}"
+        yield f"the adapter (PEFT format) is in {folder / 'adapter'}"
     else:
         save(load(pretrained, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))
-        yield f"the tuned model as a Hugging Face folder is in {folder / 'pretrained'}"
+        yield f"the tuned model (Hugging Face format) is in {folder / 'pretrained'}"

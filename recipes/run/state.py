@@ -241,7 +241,7 @@ def _is_stacked(path: Any) -> bool:
 
 
 class Skips(NamedTuple):
-    """Counts of skipped steps, whose loss or gradient was not finite."""
+    """Counts of steps that were skipped because the loss or a gradient was not finite."""
 
     total: jax.Array
     in_a_row: jax.Array

@@ -185,7 +185,7 @@ class TransformerLayer(nnx.Module):
 
 
 class TransformerStack(nnx.Module):
-    """A stack of `TransformerLayer` with residual weights from `rules.residual_taus`.
+    """A stack of `TransformerLayer` modules, with residual weights from `rules.residual_taus`.
 
     Args:
         num_layers: number of layers.

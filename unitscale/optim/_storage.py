@@ -40,8 +40,9 @@ _UNSAMPLED, _ROW_SAMPLE, _COLUMN_SAMPLE, _ITEM_SAMPLE = 2**16, 2**14, 2**13, 2**
 # Binades of headroom above the largest sampled entry: in formats with 5 exponent bits, in formats
 # with fewer, and in the latter after an entry exceeded its headroom.
 _ROOM, _ROOM_NARROW, _ROOM_AFTER_GROWTH = 10, 1, 4
-# Arrays whose scales a GPU chooses together at most; with more, XLA compiles longer for less.
-_GROUP = 16
+# Most arrays whose scales a GPU chooses together, and most entries of each. More arrays compile
+# longer; of larger ones the small kernels take no time, and all gradients would have to be kept.
+_GROUP, _GROUPED_ENTRIES = 16, 2**24
 # Exponent assumed for the largest entry if all sampled entries are zero.
 _EXPONENT_OF_UNSEEN = -14
 # Scale of all-zero parameters: float16 holds first updates of 2^-22 to 2^7 at full precision.
@@ -206,7 +207,7 @@ def inspect(paths: Sequence[Any], stored: Sequence[Any]) -> list[tuple[Any, Seen
             continue
         results[i] = (x, ())
         if bits < 5:
-            keys[i] = (paths[i], moment, axes)
+            keys[i] = (_name(paths[i], inner), moment, axes)
             operands[i] = (_largest_bits(inner.data, axes[-1:], keep=True), inner.scale)
     for i, seen in enumerate(_in_groups(_see, keys, operands)):
         if seen is not None:
@@ -240,12 +241,8 @@ def _in_groups(choose: Any, keys: Sequence[Any], operands: Sequence[Any]) -> lis
         if key is not None and jax.default_backend() == "cpu":
             results[i] = choose(key, *operands[i])
         elif key is not None:
-            # Without the numbers of layers. Arrays of other names may be sharded otherwise.
-            name, *rest = key
-            name = re.sub(r"\d+", "", jax.tree_util.keystr(name))
-            groups.setdefault((name, *rest, str(jax.tree.map(jax.typeof, operands[i]))), []).append(
-                i
-            )
+            alike = str(jax.tree.map(jax.typeof, operands[i]))
+            groups.setdefault((*key, alike), []).append(i)
     for members in groups.values():
         for start in range(0, len(members), _GROUP):
             own = members[start : start + _GROUP]
@@ -254,6 +251,13 @@ def _in_groups(choose: Any, keys: Sequence[Any], operands: Sequence[Any]) -> lis
             for k, i in enumerate(own):
                 results[i] = jax.tree.map(operator.itemgetter(k), found)
     return results
+
+
+def _name(path: Any, x: Any) -> str:
+    """Return a name that arrays share if they are alike: the path without numbers of layers."""
+    name = jax.tree_util.keystr(path)
+    # Arrays of other names may be sharded differently.
+    return re.sub(r"\d+", "", name) if x.size <= _GROUPED_ENTRIES else name
 
 
 def gather_scales(tree: Any) -> Any:
@@ -285,7 +289,7 @@ def store_all(
     for path, moment, x, known in zip(paths, moments, arrays, seen, strict=True):
         x, axes = lax.convert_element_type(x, jnp.float32), _own_axes(moment, x)
         own = format_of(moment.dtype).exponent_bits < 8 and (moment.block is None or not x.ndim)
-        groups.append((path, moment, axes, known is not None) if own else None)
+        groups.append((_name(path, x), moment, axes, known is not None) if own else None)
         operands.append(([x] if known is None else sample(x, axes), known or ()))
     shifts = _in_groups(_choose_shift, groups, operands)
     return list(map(store, moments, arrays, keys, shifts))
@@ -308,7 +312,7 @@ def store(
     if fmt.exponent_bits < 8:
         if moment.block is not None and x.ndim:
             block = (1,) * (x.ndim - 1) + (moment.block,)
-        exponent, finite = shift or _choose_shift((None, moment, _own_axes(moment, x), False), [x])
+        exponent, finite = shift or _choose_shift(("", moment, _own_axes(moment, x), False), [x])
         scale = normal_pow2(exponent)
         scale = lax.select(finite, scale, lax.full_like(scale, jnp.nan))
         # 1 / scale, in integer arithmetic that XLA repeats in every kernel that uses it.
@@ -434,7 +438,7 @@ def add_updates(
     for i, w in enumerate(weights):
         if is_scaled(w) and w.scale is not None and w.block_shape is None and w.size:
             axes = tuple(a for a, n in enumerate(w.scale.shape or (1,) * w.ndim) if n == 1)
-            groups[i], operands[i] = (paths[i], axes), (sample(w.data, axes), w.scale)
+            groups[i], operands[i] = (_name(paths[i], w), axes), (sample(w.data, axes), w.scale)
     changes = _in_groups(_scale_change, groups, operands)
     return list(map(_add_update, weights, updates, keys, changes))
 

@@ -1,4 +1,4 @@
-"""Rules of contractions: multiply data by data, and scale by scale."""
+"""Rules for contractions: multiply data by data, and scale by scale."""
 
 from __future__ import annotations
 

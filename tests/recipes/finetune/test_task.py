@@ -235,7 +235,7 @@ def test_questions_in_fp8_and_back(plain: Path, capsys: Captured) -> None:
     assert main(["finetune", *words]) == 0
     said = capsys.readouterr().out
     written = plain / "runs" / "squad" / "pretrained"
-    assert f"the tuned model as a Hugging Face folder is in {written}" in said
+    assert f"the tuned model (Hugging Face format) is in {written}" in said
     kept = load(written).model.ends.kernel[...]
     first = build(tuned(plain, "squad", *words[1:]))
     assert isinstance(first, Bert)

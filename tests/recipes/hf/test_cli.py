@@ -54,7 +54,7 @@ def test_tuned_in_fp8(tmp_path: Path, capsys: Captured) -> None:
     command = words(tmp_path, init)
     assert main(["train", *command]) == 0
     written = tmp_path / "runs" / "finetune" / "pretrained"
-    assert f"the tuned model as a Hugging Face folder is in {written}" in capsys.readouterr().out
+    assert f"the tuned model (Hugging Face format) is in {written}" in capsys.readouterr().out
     assert {file.name for file in written.iterdir()} == {
         file.name for file in init.iterdir() if file.name != "reference.npz"
     }
@@ -133,7 +133,7 @@ def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
     assert main(["train", *command]) == 0
     adapter = tmp_path / "runs" / "llama-lora" / "adapter"
     printed = capsys.readouterr().out
-    assert f"the adapter, in PEFT's format, is in {adapter}" in printed
+    assert f"the adapter (PEFT format) is in {adapter}" in printed
     assert "llama-lora: 136 parameters" in printed  # 16 x 2 + 2 x 24, and 16 x 2 + 2 x 12
     config = load_config(command[0], command[1:])
     graphdef, state = load_trained(config, pytest.fail)
