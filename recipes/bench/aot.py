@@ -278,7 +278,7 @@ class _Projection:
         return 2.0 * math.prod(i.shape) * math.sqrt(square)
 
     def moved(self, i: HloInstruction) -> float:
-        """Return the bytes that a kernel reads and writes; values inside a fusion cost none."""
+        """Return the bytes that a kernel reads and writes; values inside a fusion add none."""
         given = self.operands(i)
         if i.opcode == "custom-call":
             return size_of(*_results(i)) + sum(size_of(*o.types) for o in given)

@@ -181,7 +181,7 @@ class TransformerConfig(Section):
 
     @property
     def stack_options(self) -> dict[str, Any]:
-        """Options of `unitscale.nn.TransformerStack` that all recipes set alike."""
+        """Options of `unitscale.nn.TransformerStack` that every recipe sets the same way."""
         return {
             **{f"residual_{key}": value for key, value in self.residual},
             "max_length": self.context,

@@ -93,7 +93,7 @@ def model_type(
 
 
 def task_of(config: Mapping[str, Any], wanted: Task | None, path: Path) -> Task:
-    """Return the requested task, by default the one of the architecture in config.json."""
+    """Return the requested task; the default is that of the architecture in config.json."""
     kind = model_type(config, path)
     names: Any = {name: task for task, own in ARCHITECTURES[kind].items() for name in own}
     tasks: list[Any] = [task for task in ARCHITECTURES[kind] if task is not None]
