@@ -224,7 +224,7 @@ class SubwordTokenizer:
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode texts on all processor cores; long texts are split at lines first."""
+        """Encode texts on all processor cores; long texts are first split at line breaks."""
         parts = [list(_cut_at_lines(text, _LONG)) for text in texts]
         flat = [part for one in parts for part in one]
         encoded = iter(self.inner.encode_batch_fast(flat, add_special_tokens=False))

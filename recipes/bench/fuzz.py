@@ -436,7 +436,7 @@ def check(program: Program) -> str | None:
 
 
 def moving_of(program: Program) -> list[str]:
-    """Return the inputs to differentiate by: scaled ones of a format that holds gradients."""
+    """Return the inputs to differentiate with respect to: scaled ones in formats for gradients."""
     # Outside of scalify a cotangent has the dtype of the data and no scale.
     least = {"quant": 99, "optim": 99, "scalify": 1, "control": 1}.get(program.kind, 4)
     scaled = {n: x.data for n, x in program.inputs.items() if x.scale is not None}

@@ -43,7 +43,7 @@ def main(
     fresh: runs.Fresh = False,
     json: runs.JsonPath = None,
 ) -> None:
-    """Print losses and scores of BERT by number format, and counts of character models."""
+    """Print losses and scores of BERT, and the losses of character models, by number format."""
     tables = [] if charlm is None else [study(charlm)]  # its errors precede hours of training
     if train:
         names = ["float32", *BOUNDS]

@@ -98,7 +98,7 @@ def lost_gradients(library: str, config: RunConfig) -> list[dict[str, Any]]:
 
 
 def gradient(graphdef: nnx.GraphDef) -> Callable[..., Any]:
-    """Make a function `(params, rest, batch)` that returns gradients without dropout."""
+    """Make a function of `(params, rest, batch)` that returns gradients, without dropout."""
     value_of = make_loss(graphdef)
 
     def compute(params: Any, rest: Any, batch: Any) -> Any:

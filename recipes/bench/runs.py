@@ -73,7 +73,7 @@ class Told(NamedTuple):
     jobs: int = 1
 
     def texts(self) -> dict[str, list[str]]:
-        """Return overrides for each text, by the suffix of its runs' names."""
+        """Map the suffix of each text's run names to its config overrides."""
         found = {f"-{Path(path).stem}": [f"data.path={path}"] for path in self.data or ()}
         if len(found) < len(self.data or ()):
             raise RecipeError("--data: expected files of different names; rename one")

@@ -403,7 +403,7 @@ def filled_from(
 
 
 def _agrees(given: Any, own: Any) -> bool:
-    """Return True if a file's value is null or equal to a run's; only given keys are compared."""
+    """Return True if the file's value is null or equals the run's; compare the file's keys only."""
     if isinstance(given, dict) and isinstance(own, dict):
         return all(key in own and _agrees(given[key], own[key]) for key in given)
     return given is None or given == own

@@ -38,7 +38,7 @@ class GPTConfig(LanguageConfig):
 
     @property
     def pretrained(self) -> str | None:
-        """The Hugging Face folder in `init`, if it is one."""
+        """The path in `init`, if it is a Hugging Face folder."""
         return None if self.init is None or is_run(self.init) else self.init
 
     @property

@@ -61,7 +61,7 @@ def similar(path: Path, *folders: Path) -> str:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """List the steps of a run's complete checkpoints, damaged or not, in order."""
+    """List, in order, the steps of a run's fully written checkpoints; damage is not checked."""
     place = folder / "checkpoints"
     names = [path.name for path in place.iterdir()] if place.is_dir() else []
     return sorted(int(name) for name in names if name.isdigit())
@@ -119,7 +119,7 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
 
 
 def existing_run(config: RunConfig) -> Path:
-    """Return the folder of a trained run; its model and formats must be those of the config."""
+    """Return the folder of a trained run, whose model and formats must match the config."""
     folder = run_folder(config)
     if not is_run(folder):
         raise RecipeError(

@@ -155,7 +155,7 @@ def _rms(x: jax.Array) -> jax.Array:
 
 
 def plot_loss(folder: Path, *, per: str) -> Path:
-    """Plot training and validation loss by step, from `metrics.jsonl`, in `loss.png`."""
+    """Plot the training and validation losses in `metrics.jsonl` by step, as `loss.png`."""
     rows = read_metrics(folder / "metrics.jsonl")
     figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=120)
     axes = figure.subplots()

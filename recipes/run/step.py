@@ -251,7 +251,7 @@ def make_evaluation(
 
 
 def mean_loss(evaluate: Callable[..., jax.Array], params, rest, batches: Iterable) -> float:
-    """Average the loss, in nats, over batches of equal size; waits for the device once."""
+    """Average the loss, in nats, over batches of equal size, waiting for the device once."""
     losses = [evaluate(params, rest, batch) for batch in batches]
     return float(jnp.mean(jnp.stack(losses)))
 

@@ -242,7 +242,7 @@ def _record(x: Any, source: Source, primitive: str, scope: str = "", name: str =
 
 
 class Watcher(Interpreter):
-    """Execute a program, and collect records of its values, and rows of their statistics."""
+    """Execute a program, and collect a record and a row of statistics for each value."""
 
     def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: dict[Any, Any]):
         super().__init__()

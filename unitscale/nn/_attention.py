@@ -45,7 +45,7 @@ class KVCache:
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
 
     def append(self, key: jax.Array, value: jax.Array) -> "KVCache":
-        """Return the cache with the keys and values of further tokens.
+        """Return the cache with the keys and values of new tokens appended.
 
         The length is known only at run time, so a full cache raises no error: tokens beyond
         ``max_length`` become NaN, and so does every output that attends to them.

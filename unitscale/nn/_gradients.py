@@ -167,7 +167,7 @@ def calibrate(
 ) -> None:
     """Set the scales of `Static`, or the initial scales of `Delayed`, from data, in place.
 
-    Each batch runs forward and backward with dynamic scales. Then the scale of each tensor is set
+    Each batch is run forward and backward with dynamic scales. Then the scale of each tensor is set
     from its largest amax over all batches. Nothing else in the model changes.
 
     Args:

@@ -114,7 +114,7 @@ _custom.defvjp(_fwd, _bwd)
 
 
 def rematerialize(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose backward pass stores only its arguments and recomputes the rest.
+    """Return ``f`` with a backward pass that recomputes all but the arguments of ``f``.
 
     It differs from `jax.checkpoint` in two ways. Captured values, such as cast weights, are not
     recomputed. And the barrier does not cover the cotangent, so that XLA can fuse recomputation and

@@ -260,7 +260,7 @@ class RNN(nnx.Module):
     ) -> Any:
         """Map (..., time, in_features) to (..., time, hidden_features), or ``(carry, outputs)``.
 
-        Arguments are those of `flax.nnx.RNN`; None takes the layer's own setting. ``seq_lengths``
+        Arguments are those of `flax.nnx.RNN`; None uses the layer's own setting. ``seq_lengths``
         (...,) is the number of valid steps of each sequence: after them the carry no longer
         changes, and only the valid steps are reversed.
         """

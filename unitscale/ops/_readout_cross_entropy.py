@@ -349,7 +349,7 @@ def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BAT
 
 
 def _scan_chunks(body: _Body, rows: Any, chunks: int, axis: int) -> Any:
-    """Scan over chunks of interleaved tokens, so that each chunk has tokens of every device."""
+    """Scan over chunks of interleaved tokens, so that each chunk has tokens from every device."""
     tokens = jax.tree.leaves(rows)[0].shape[axis]
 
     def split(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Optimizer wrappers for unit-scaled models, over any optax transformation."""
+"""Optimizer wrappers for unit-scaled models, around any optax transformation."""
 
 from ._umup import (  # Learning rates
     umup as umup,

@@ -345,7 +345,7 @@ def _is_fp8(dtype: str) -> bool:
 
 
 def _array(x: HloInstruction) -> str:
-    """Return type and shape with NumPy's name of the type, such as "float8_e4m3fn[8,4]"."""
+    """Return the shape and NumPy's name of the type, such as "float8_e4m3fn[8,4]"."""
     name, kinds = x.dtype, {"f": "float", "bf": "bfloat", "s": "int", "u": "uint"}
     if found := re.fullmatch(r"(bf|[fsu])(\d+)(\w*)", name):
         name = "_".join(filter(None, (kinds[found[1]] + found[2], found[3])))

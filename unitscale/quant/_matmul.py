@@ -461,7 +461,7 @@ class Multiplier:
 
     @property
     def shared_gradient(self) -> QuantState | None:
-        """The right operand's contribution to the state's gradient."""
+        """The part of the `QuantState`'s gradient (amax and counts) that the right operand adds."""
         return state_gradient(self._state, (None, self._seen, None), (0, self._rhs.size, 0))
 
 

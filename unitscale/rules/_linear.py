@@ -312,8 +312,8 @@ def norm(features: int, size: int) -> Factors:
 
     Scaling:
         Output and input gradient have the factor 1. Gain and bias are cut edges. Their gradients
-        sum over the `size / features` rows of an input of `size` elements and have `(features /
-        size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the input.
+        are sums over the `size / features` rows of an input of `size` elements: their factor is
+        `(features / size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the input.
 
     References:
         Unit Scaling, arXiv 2303.11257, the rule for cut edges.

@@ -39,7 +39,7 @@ class Spec(NamedTuple):
 
 
 def _spec_of(value: Value, scales: list[Any]) -> Spec:
-    """Describe a value; append the array of its scale to ``scales`` unless it is there."""
+    """Describe a value, and append its scale to ``scales`` unless it is there already."""
     if value.scale is None:
         const = None if value.const is None else repr(float(value.const))
         return Spec(None, None, None, value.steps, const)

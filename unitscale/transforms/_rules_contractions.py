@@ -172,7 +172,7 @@ def _attention_operands(
         dtype = aval_of(eqn.invars[0]).dtype
     if dtype.itemsize != 2:
         raise NotImplementedError(
-            "unitscale.scalify: cuDNN's attention takes 16 bits; got q, k and v in "
+            "unitscale.scalify: cuDNN's attention needs 16-bit data; got q, k and v in "
             f"{dtype.name}; store them in bfloat16 or float16"
         )
     q, k, v = (

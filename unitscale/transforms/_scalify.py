@@ -240,10 +240,10 @@ def scalify(
         Every primitive of the traced function, also in its gradients and its optimizer, acts on
         data and scale. Matmuls and convolutions multiply data and scales, and divide the data by
         the static growth, sqrt(n) for n terms. Movers such as reshape, slice and negation keep the
-        scale. Everything else is computed on ``data * scale`` in float32. Its results are stored
-        where a matmul, a loop or the end of the program needs them: at scale 1 in types with the
-        range of float32 (such as bfloat16), and in float16 or FP8 at the power of two nearest the
-        RMS of the data, measured at run time. Up to rounding in the type of the data,
+        scale. Everything else is computed on ``data * scale`` in float32, and stored only where a
+        matmul, a loop or the end of the program needs it: with scale 1 in types with the range of
+        float32 (such as bfloat16); in float16 and FP8 with the power of two nearest the RMS of the
+        data, measured at run time. Up to rounding in the type of the data,
         ``to_array(scalify(f)(*as_scaled(args))) == f(*args)``.
 
         Where data has 16 bits or fewer, the function is traced in float32. So a constant such as

@@ -151,7 +151,7 @@ class Value:
 
     @property
     def is_stored(self) -> bool:
-        """Return whether the value is scaled, with data no wider than the type to store it in."""
+        """Return whether the value is scaled, and its data no wider than its storage type."""
         if self.scale is None or is_complex(self.data):
             return False
         return jnp.result_type(self.data).itemsize <= self.dtype.itemsize
