@@ -313,7 +313,8 @@ def norm(features: int, size: int) -> Factors:
     Scaling:
         Output and input gradient have the factor 1. Gain and bias are cut edges. Their gradients
         are sums over the `size / features` rows of an input of `size` elements: their factor is
-        `(features / size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the input.
+        `(features / size)^1/2`. Assumes unit inputs, a unit gain, and cotangents independent of the
+        input.
 
     References:
         Unit Scaling, arXiv 2303.11257, the rule for cut edges.
