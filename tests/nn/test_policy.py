@@ -184,7 +184,7 @@ def test_a_layer_computes_as_one_that_was_made_with_the_policy() -> None:
     [
         ({"gate": "bfloat16"}, "no layer matches 'gate'"),
         ({"up": "bfloat16", "u*": "fp8"}, r"an earlier rule matches every layer that 'u\*' does"),
-        ({"up": "fp8_delayed"}, "'up' must keep no scales"),
+        ({"up": "fp8_delayed"}, "'up' must not store scales"),
         ({"up": nn.Policy(param_dtype="bfloat16")}, "must store parameters in float32"),
         ({"up": "fp9"}, "policy must be one of .* got 'fp9'"),
     ],

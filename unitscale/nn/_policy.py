@@ -237,8 +237,8 @@ def set_policies(model: nnx.Module, rules: Mapping[str, PolicyLike]) -> dict[str
         matmul = policy.matmul_for(layers[path].role)
         if matmul is not None and is_stateful(matmul.strategy):
             raise ValueError(
-                f"unitscale.nn.set_policies: the policy of {pattern!r} must keep no scales; got "
-                f"{policy!r}. Give it to the constructor of {path}"
+                f"unitscale.nn.set_policies: the policy for {pattern!r} must not store scales; got "
+                f"{policy!r}. Pass that policy to the constructor of {path} instead"
             )
         if policy.param_dtype != layers[path].policy.param_dtype:
             raise ValueError(
