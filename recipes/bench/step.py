@@ -178,7 +178,7 @@ def fused_attention() -> Iterator[None]:
 def project(
     shapes: list[str], names: list[str], overrides: list[str], dump: Path | None, top: int
 ) -> list[runs.Table]:
-    """Compile the rows of each shape for an H200, and project their time."""
+    """Compile the programs (rows) of each model (shape) for an H200, and project their time."""
     jax.config.update("jax_platforms", "cpu")  # otherwise the plugin looks for a driver
     try:
         h200_topology()

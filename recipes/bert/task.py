@@ -34,7 +34,7 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: SubwordTokenizer) -> Self:
-        """Read the ids from a tokenizer; WordPiece tokens inside a word begin with ##."""
+        """Read the ids of special tokens, and of tokens that begin a word (without ##)."""
         special, begins = np.zeros(tokenizer.vocab, bool), np.ones(tokenizer.vocab, bool)
         for token, index in tokenizer.inner.get_vocab(with_added_tokens=True).items():
             begins[index] = not token.startswith("##")

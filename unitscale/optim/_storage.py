@@ -138,7 +138,7 @@ def is_floating(x: Any) -> bool:
 
 
 def is_stored(x: Any) -> "TypeIs[ScaledArray | SquareRoot]":
-    """Return whether ``x`` is an array in storage, as `is_leaf` for trees of them."""
+    """Return whether ``x`` is stored state (ScaledArray, SquareRoot): an `is_leaf` for trees."""
     return is_scaled(x) or isinstance(x, SquareRoot)
 
 

@@ -83,7 +83,7 @@ def moved(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
 
 @register("collective", "pvary")
 def varied(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Mark data as varying over the axes, except those that it varies over already."""
+    """Mark data as varying over the mesh axes that it does not vary over yet."""
     (x,) = values
     new = tuple(axis for axis in eqn.params["axes"] if axis not in varying(x.data))
     return x.with_data(interpreter.bind(eqn, [x.data], axes=new)) if new else x
