@@ -231,7 +231,7 @@ def test_an_8_bit_second_moment_follows_its_mean_only_if_rounded_at_random(round
 def test_scales_chosen_together_on_a_gpu_are_those_chosen_one_by_one(
     rounding: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of layers alike, more than one group of them, some large enough to be sampled."""
+    """More layers than one group holds, with some arrays large enough to be sampled."""
     rng = np.random.default_rng(0)
     shapes = {"w": (4, 8), "large": (130, 512), "bias": (8,), "stack": (2, 4, 8)}
     sizes = 2.0 ** rng.integers(-6, 6, (18, len(shapes)))

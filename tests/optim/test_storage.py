@@ -157,7 +157,7 @@ def again(x, before, dtype, root=False):
     ((before, seen),) = inspect([()], [before])
     assert is_stored(before)
     assert seen is not None
-    (out,) = store_all([()], [Moment(dtype, root)], [x], [None], [seen])
+    (out,) = store_all([()], [(before, seen)], [x], [None])
     return out, load(out)
 
 
@@ -225,8 +225,7 @@ def test_items_of_a_large_stack_have_scales_of_their_own() -> None:
     before = store(moment, jnp.zeros_like(x), None)
 
     def after(x, before):
-        ((_, seen),) = inspect([()], [before])
-        return store_all([()], [moment], [x], [None], [seen])[0]
+        return store_all([()], inspect([()], [before]), [x], [None])[0]
 
     @jax.jit
     def run(x, before):

@@ -330,12 +330,9 @@ def scaled(
         # measurements in the first update.
         found, structure = jax.tree.flatten_with_path(new)
         total = dict(found)
-        own = [path for path in inspected if is_stored(inspected[path][0]) and path in total]
-        stored, seen = [inspected[path][0] for path in own], [inspected[path][1] for path in own]
-        arrays, keys = [total[path] for path in own], split_key(for_moments, len(own))
-        total |= zip(
-            own, store_all(own, [*map(moment_of, stored)], arrays, keys, seen), strict=True
-        )
+        before = {path: x for path, x in inspected.items() if is_stored(x[0]) and path in total}
+        keys, arrays = split_key(for_moments, len(before)), [total[path] for path in before]
+        total |= zip(before, store_all([*before], [*before.values()], arrays, keys), strict=True)
         new = jax.tree.unflatten(structure, total.values())
         return updates, ScaledState(new, following), for_weights
 

@@ -5,8 +5,8 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -196,8 +196,7 @@ Seen: TypeAlias = tuple[jax.Array, jax.Array] | tuple[()]
 def inspect(paths: Sequence[Any], stored: Sequence[Any]) -> list[tuple[Any, Seen | None]]:
     """Return the arrays to load, each with its `Seen`; None if scales follow from all entries."""
     results: list[tuple[Any, Seen | None]] = [(x, None) for x in stored]
-    keys: list[Any] = [None] * len(stored)
-    operands: list[Any] = [()] * len(stored)
+    narrow: dict[int, Choice] = {}
     for i, x in enumerate(stored):
         if not is_stored(x):
             continue
@@ -207,21 +206,21 @@ def inspect(paths: Sequence[Any], stored: Sequence[Any]) -> list[tuple[Any, Seen
             continue
         results[i] = (x, ())
         if bits < 5:
-            keys[i] = (_name(paths[i], inner), moment, axes)
-            operands[i] = (_largest_bits(inner.data, axes[-1:], keep=True), inner.scale)
-    for i, seen in enumerate(_in_groups(_see, keys, operands)):
-        if seen is not None:
-            inner = ScaledArray(_scaled_array(stored[i]).data, seen[0])
-            results[i] = (SquareRoot(inner) if keys[i][1].root else inner, seen[1:])
+            rows = _largest_bits(inner.data, axes[-1:], keep=True)
+            narrow[i] = Choice(_name(paths[i], inner), (moment, axes), (rows, inner.scale))
+    for i, (scale, *seen) in _in_groups(_see, narrow).items():
+        inner = ScaledArray(_scaled_array(stored[i]).data, scale)
+        results[i] = SquareRoot(inner) if isinstance(stored[i], SquareRoot) else inner, tuple(seen)
     return results
 
 
-def _see(key: Any, code: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _see(
+    moment: Moment, axes: Sequence[int], rows: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the scale of an array, and its `Seen`, from the largest bits of its rows."""
-    _, moment, axes = key
     # The barrier makes all uses of the data wait for its maximum. Otherwise XLA computes it in the
     # kernel that writes the new weights, and needs one more pass to write the moment.
-    code, scale = lax.optimization_barrier((jnp.max(code, axes).reshape(scale.shape), scale))
+    code, scale = lax.optimization_barrier((jnp.max(rows, axes).reshape(scale.shape), scale))
     largest = widen(lax.bitcast_convert_type(code, moment.dtype))
     # Only entries that exceeded their headroom reach the highest binade.
     grew = largest >= 2.0 ** _highest_exponent(moment.dtype)
@@ -229,27 +228,33 @@ def _see(key: Any, code: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Ar
     return scale, exponent, jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_NARROW)
 
 
-def _in_groups(choose: Any, keys: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """Return ``choose(key, *operands)`` for each key, and None for each None.
+class Choice(NamedTuple):
+    """Arguments of a function that chooses scales: static ones, and arrays (`_in_groups`)."""
 
-    Arrays of different layers whose keys, shapes and shardings agree go through one call, since a
+    name: str
+    static: tuple[Any, ...]
+    operands: tuple[Any, ...]
+
+
+def _in_groups(choose: Callable[..., Any], choices: dict[int, Choice]) -> dict[int, Any]:
+    """Return ``choose(*static, *operands)`` for each choice.
+
+    Those with the same name, static arguments, shapes and shardings go through one call, since a
     GPU takes as long for the small kernels of one array as for those of many.
     """
-    results: list[Any] = [None] * len(keys)
+    if jax.default_backend() == "cpu":
+        return {i: choose(*one.static, *one.operands) for i, one in choices.items()}
+    results: dict[int, Any] = {}
     groups: dict[Any, list[int]] = {}
-    for i, key in enumerate(keys):
-        if key is not None and jax.default_backend() == "cpu":
-            results[i] = choose(key, *operands[i])
-        elif key is not None:
-            alike = str(jax.tree.map(jax.typeof, operands[i]))
-            groups.setdefault((*key, alike), []).append(i)
-    for members in groups.values():
+    for i, one in choices.items():
+        types = str(jax.tree.map(jax.typeof, one.operands))
+        groups.setdefault((one.name, one.static, types), []).append(i)
+    for (_, static, _), members in groups.items():
         for start in range(0, len(members), _GROUP):
             own = members[start : start + _GROUP]
-            stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(operands[i] for i in own))
-            found = jax.vmap(functools.partial(choose, keys[own[0]]))(*stacked)
-            for k, i in enumerate(own):
-                results[i] = jax.tree.map(operator.itemgetter(k), found)
+            stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(choices[i].operands for i in own))
+            found = jax.vmap(functools.partial(choose, *static))(*stacked)
+            results |= {i: jax.tree.map(operator.itemgetter(k), found) for k, i in enumerate(own)}
     return results
 
 
@@ -266,11 +271,11 @@ def gather_scales(tree: Any) -> Any:
     Otherwise a GPU copies each donated scale before its successor is written.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_scaled)
-    scalar = [is_scaled(x) and x.scale is not None and x.scale.ndim == 0 for x in leaves]
-    own = [i for i, is_scalar in enumerate(scalar) if is_scalar]
+    scales = {i: x.scale for i, x in enumerate(leaves) if is_scaled(x) and x.scale is not None}
+    own = [i for i, scale in scales.items() if scale.ndim == 0]
     if not own or jax.default_backend() == "cpu":
         return tree
-    vector = lax.optimization_barrier(jnp.stack([leaves[i].scale for i in own]))
+    vector = lax.optimization_barrier(jnp.stack([scales[i] for i in own]))
     for k, i in enumerate(own):
         leaves[i] = ScaledArray(leaves[i].data, vector[k])
     return jax.tree.unflatten(structure, leaves)
@@ -278,20 +283,20 @@ def gather_scales(tree: Any) -> Any:
 
 def store_all(
     paths: Sequence[Any],
-    moments: Sequence[Moment],
+    before: Sequence[tuple[Any, Seen | None]],
     arrays: Sequence[jax.Array],
     keys: Sequence[jax.Array | None],
-    seen: Sequence[Seen | None],
 ) -> list[Any]:
-    """Call `store` for each of these arrays; similar ones choose their scales together."""
-    groups: list[Any] = []
-    operands: list[Any] = []
-    for path, moment, x, known in zip(paths, moments, arrays, seen, strict=True):
-        x, axes = lax.convert_element_type(x, jnp.float32), _own_axes(moment, x)
-        own = format_of(moment.dtype).exponent_bits < 8 and (moment.block is None or not x.ndim)
-        groups.append((_name(path, x), moment, axes, known is not None) if own else None)
-        operands.append(([x] if known is None else sample(x, axes), known or ()))
-    shifts = _in_groups(_choose_shift, groups, operands)
+    """Call `store` for each array, in the format that it had before, as `inspect` returned it."""
+    moments = [moment_of(stored) for stored, _ in before]
+    choices: dict[int, Choice] = {}
+    for i, (path, moment, x) in enumerate(zip(paths, moments, arrays, strict=True)):
+        if format_of(moment.dtype).exponent_bits < 8 and (moment.block is None or not x.ndim):
+            x, axes, seen = x.astype(jnp.float32), _own_axes(moment, x), before[i][1]
+            parts = [x] if seen is None else sample(x, axes)
+            static = (moment, axes, seen is not None)
+            choices[i] = Choice(_name(path, x), static, (parts, seen or ()))
+    shifts = map(_in_groups(_choose_shift, choices).get, range(len(arrays)))
     return list(map(store, moments, arrays, keys, shifts))
 
 
@@ -312,7 +317,7 @@ def store(
     if fmt.exponent_bits < 8:
         if moment.block is not None and x.ndim:
             block = (1,) * (x.ndim - 1) + (moment.block,)
-        exponent, finite = shift or _choose_shift(("", moment, _own_axes(moment, x), False), [x])
+        exponent, finite = shift or _choose_shift(moment, _own_axes(moment, x), False, [x])
         scale = normal_pow2(exponent)
         scale = lax.select(finite, scale, lax.full_like(scale, jnp.nan))
         # 1 / scale, in integer arithmetic that XLA repeats in every kernel that uses it.
@@ -334,10 +339,11 @@ def _own_axes(moment: Moment, x: Any) -> tuple[int, ...]:
     return tuple(range(moment.stack_axes, jnp.ndim(x)))
 
 
-def _choose_shift(key: Any, parts: Sequence[jax.Array], seen: Any = ()) -> Any:
+def _choose_shift(
+    moment: Moment, axes: Sequence[int], is_sample: bool, parts: Any, seen: Any = ()
+) -> tuple[jax.Array, jax.Array]:
     """Return exponents of the scales, and whether all entries that they depend on are finite."""
     # With integers, because XLA needs more kernels to do the same in float32.
-    _, moment, axes, is_sampled = key
     block = moment.block if parts[0].ndim else None
     if block is not None:
         (x,) = parts
@@ -353,7 +359,7 @@ def _choose_shift(key: Any, parts: Sequence[jax.Array], seen: Any = ()) -> Any:
     exponent = (biased - 127) >> halved if halved else biased - 127
     # The power of two above the largest magnitude becomes the largest one of the format.
     above = 1 - _highest_exponent(moment.dtype)
-    room, unseen = (_ROOM, _EXPONENT_OF_UNSEEN) if is_sampled else (0, -above)
+    room, unseen = (_ROOM, _EXPONENT_OF_UNSEEN) if is_sample else (0, -above)
     if seen:
         exponent, room = lax.max(exponent, seen[0]), seen[1]
     is_zero = exponent == (0 - 127) >> halved
@@ -433,13 +439,12 @@ def add_updates(
     keys: Sequence[jax.Array | None],
 ) -> list[Any]:
     """Return each weight plus its update, rounded once into the format of the weight."""
-    groups: list[Any] = [None] * len(weights)
-    operands: list[Any] = [()] * len(weights)
-    for i, w in enumerate(weights):
+    choices: dict[int, Choice] = {}
+    for i, (path, w) in enumerate(zip(paths, weights, strict=True)):
         if is_scaled(w) and w.scale is not None and w.block_shape is None and w.size:
             axes = tuple(a for a, n in enumerate(w.scale.shape or (1,) * w.ndim) if n == 1)
-            groups[i], operands[i] = (_name(paths[i], w), axes), (sample(w.data, axes), w.scale)
-    changes = _in_groups(_scale_change, groups, operands)
+            choices[i] = Choice(_name(path, w), (axes,), (sample(w.data, axes), w.scale))
+    changes = map(_in_groups(_scale_change, choices).get, range(len(weights)))
     return list(map(_add_update, weights, updates, keys, changes))
 
 
@@ -460,9 +465,9 @@ def _add_update(weight: Any, update: Any, key: jax.Array | None, change: Any) ->
     return ScaledArray(data, scale, block_shape=block)
 
 
-def _scale_change(key: Any, parts: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
+def _scale_change(axes: Sequence[int], parts: Any, scale: jax.Array) -> jax.Array:
     """Return the factor from an old scale to a new: 1 unless the old RMS is outside [1/2, 2]."""
-    sizes = (rms(part, key[1]).reshape(scale.shape) for part in parts)
+    sizes = (rms(part, axes).reshape(scale.shape) for part in parts)
     size = lax.convert_element_type(functools.reduce(lax.max, sizes), jnp.float32)
     moved = ((size < 0.5) & (size >= 2.0**-126)) | ((size > 2) & (size <= 2.0**126))
     # The power of two nearest to such a size: `scale_near` in fewer operations.
