@@ -39,7 +39,7 @@ class Description(NamedTuple):
     """Number of parameters, frozen ones included, by part of the model."""
     trained: int
     flops: float
-    """Of forward pass, backward pass and update, by XLA's count, with all iterations of scans."""
+    """FLOPs of forward pass, backward pass and update, with all iterations of scans."""
     attention: tuple[str, ...]
     """The implementations that `ops.dot_product_attention` chooses, and why."""
     total: Bytes

@@ -1,6 +1,7 @@
 """Errors that users see, and functions that read and write files and raise them."""
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -56,6 +57,14 @@ def read_text(path: Path, key: str, todo: str = "give the path of a readable fil
         raise RecipeError(
             f"{key}: {path} is not UTF-8 text: {error}; convert the file to UTF-8"
         ) from error
+
+
+def digest_of(path: Path) -> str | list[Any]:
+    """Return the SHA-256 of a file, or those of all files of a folder, in order."""
+    if path.is_dir():
+        return [digest_of(file) for file in sorted(filter(Path.is_file, path.rglob("*")))]
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_lines(lines: Iterable[str | bytes], where: str) -> Iterator[tuple[int, Any]]:

@@ -60,11 +60,12 @@ def load_config(
         file = OmegaConf.create(schema.upgraded(OmegaConf.to_container(file)))
     if "precision" in file:  # expand a preset's name, so that overrides can change single keys
         file.precision = expand_preset(file.precision)
+    before = file.copy()
     for word in overrides:
         _override(file, word, schema)
     if not any("warmup_steps" in word for word in overrides):
         with contextlib.suppress(OmegaConfBaseException):  # of sections that are no mappings
-            _fit_warmup(file, OmegaConf.select(_read(_file(Path(path))), "train.steps"))
+            _fit_warmup(file, OmegaConf.select(before, "train.steps"))
     tree: Any = OmegaConf.to_container(file)
     try:
         config = schema.model_validate(tree if kept else schema.filled(tree))

@@ -21,7 +21,7 @@ import platformdirs
 import tokenizers
 
 from .config import BYTES, TOKENIZER_FILE, DataConfig, largest_id, read_tokenizer
-from .errors import RecipeError, clipped, json_lines, refused, write_whole
+from .errors import RecipeError, clipped, digest_of, json_lines, refused, write_whole
 from .recipe import Data, Examples
 
 # Folders in the standard library to leave out: installed packages, and test suites, which some
@@ -135,17 +135,10 @@ def _rows(path: Path, kind: str, config: DataConfig) -> Iterator[Any]:
 def _cache_key(config: DataConfig, settings: Mapping[str, Any]) -> str:
     """Hash the bytes of all texts, the keys that select from them, and other settings."""
     with refused(f"data.path: {config.path} cannot be read", "check its permissions"):
-        texts = [[[kind, _digest(path)] for path, kind in _sources(one)] for one in config.texts]
+        texts = [[[kind, digest_of(path)] for path, kind in _sources(one)] for one in config.texts]
     keys = {"max_bytes", "text_key", "split", "documents"}
     everything = [texts, config.model_dump(include=keys), settings]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _digest(path: Path) -> str | list[Any]:
-    if path.is_dir():
-        return [_digest(file) for file in sorted(filter(Path.is_file, path.rglob("*")))]
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _cached(config: DataConfig, name: str, build: Callable[[Path], None]) -> Path:

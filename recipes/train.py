@@ -10,7 +10,6 @@ import json
 import math
 import statistics
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from unitscale.core import is_scaled
 from unitscale.parallel import batch_share
 
 from .config import RunConfig
-from .errors import RecipeError, write_json
+from .errors import RecipeError, digest_of, write_json
 from .recipe import Data, loss_inputs, recipe_of
 from .run.checkpoint import Checkpoints
 from .run.folder import (
@@ -235,7 +234,7 @@ class _Run:
         facts = {
             "loss": loss,
             "gradient_norm": float(values["gradient_norm"]),
-            # Of the last update, or of the first one if every step so far was skipped.
+            # The rate of the last update, or of the first if every step so far was skipped.
             "learning_rate": float(np.asarray(self.schedule(max(updates - 1, 0)))),
             **({f"{data.step_unit}_per_second": speed} if timed else {}),
             **shares,
@@ -329,11 +328,11 @@ def _is_finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _depends_on(config: RunConfig, data: Data) -> dict[str, Any]:
-    """What a finished run's outcome depends on: config, data, and the files that it left."""
+    """Return all that a finished run's outcome depends on: config, data, and the files it left."""
     folder = run_folder(config)
     last = folder / "checkpoints" / str(config.train.steps)
     files = [*folder.glob("*.png"), *last.rglob("*")]
-    sums = {str(path): zlib.crc32(path.read_bytes()) for path in files if path.is_file()}
+    sums = {str(path): digest_of(path) for path in files if path.is_file()}
     return {"config": config.model_dump(mode="json"), "data": data.digest, "files": sums}
 
 

@@ -75,7 +75,7 @@ class DataConfig(SequenceConfig):
     split: str = "train"
     """Split of a dataset that has several."""
     documents: Literal["file", "blank_line", "line"] = "file"
-    """What ends a document in a text file."""
+    """The end of a document in a text file."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
     cache_dir: str | None = None
@@ -169,7 +169,7 @@ class TransformerConfig(Section):
     scan: Flag = False
     """Stack the layers' parameters and scan over them, so that only one layer is compiled."""
     remat: Literal["none", "dots", "layer"] = "none"
-    """What to recompute in the backward pass: nothing, all but matmul outputs (dots), or layers."""
+    """Recompute in the backward pass: nothing, all but outputs of matmuls (dots), or layers."""
 
     @property
     def hidden(self) -> int:

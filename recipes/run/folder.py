@@ -49,7 +49,7 @@ def is_run(folder: str | Path) -> bool:
 
 
 def similar(path: Path, *folders: Path) -> str:
-    """What a path that does not exist may mean: one like it, or a model to download; "" if none."""
+    """Suggest a path like one that does not exist, or how to download a model; "" if neither."""
     near = [found for folder in (path.parent, *folders) for found in folder.glob("[!.]*")]
     names = [found.name for found in near if found.suffix == ".yaml" or found.is_dir()]
     cutoff = 0.0 if path.parent.name == "runs" else 0.5
