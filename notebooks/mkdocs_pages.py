@@ -1,4 +1,4 @@
-"""What MkDocs cannot find under docs/: notebooks, the coverage table, and a page for each package.
+"""Pages that do not lie under docs/: notebooks, the coverage table, and a page for each package.
 
 The API pages name every public name of a package, in the order and the groups of its `__init__.py`:
 a comment on the first line of an import, such as `# Layers`, starts a group. The library is read,

@@ -281,7 +281,7 @@ def test_identities(x: ScaledArray, y: ScaledArray) -> None:
     ],
 )
 def test_scales_stay_within_float32(name: str, operation, exponents) -> None:
-    """What would overflow the scale is moved into data exactly, without NaN."""
+    """Powers of two that would overflow the scale are moved into the data, without NaN."""
     data = np.array([1, -1, 0.5, 1]), np.array([1, 1, 0.25, -0.25])
     scales = [np.float64(2) ** e for e in exponents]
     pairs = [(jnp.float32(d), jnp.float32(s)) for d, s in zip(data, scales, strict=True)]

@@ -197,7 +197,7 @@ class TestRebalance:
         np.testing.assert_array_equal(y.value, [4] * 4)
 
     def test_a_scale_stays_within_float32(self) -> None:
-        """What the scale cannot hold stays in the data."""
+        """Powers of two beyond the range of the scale stay in the data."""
         for size in (2.0**100, 2.0**-100):
             y = rebalance(ScaledArray(jnp.array([0.0, 1.0]), size), size)
             assert 2.0**-126 <= float(y.scale) <= 2.0**127

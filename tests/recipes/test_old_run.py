@@ -14,7 +14,7 @@ from recipes.train import train
 from .conftest import TEXT
 
 STOPPED = Path(__file__).with_name("run-0.1.0.tar.gz")
-"""Of 6 steps, 3 done: FP8 with delayed scales, weights and moments in 16 and 8 bits, dropout."""
+"""A run stopped at step 3 of 6: FP8 with delayed scales, 16- and 8-bit state, dropout."""
 LOSSES = {4: 4.233809471130371, 5: 3.8667473793029785, 6: 3.680182695388794}
 pytestmark = pytest.mark.slow
 OPTIMIZED = True  # as that run was compiled

@@ -33,7 +33,7 @@ SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-"""Of multiples of 16, which FP8 kernels take."""
+"""Sizes are multiples of 16, which FP8 kernels take."""
 SIZES = {16: 32, 24: 32, 12: 16}
 """Those of the shared folder's tensors, and of these."""
 
