@@ -64,6 +64,7 @@ from ._policy import (  # Policies
 )
 from ._gradients import value_and_grad as value_and_grad, grad as grad  # Training
 from ._gradients import Optimizer as Optimizer
+from ._scalify import scalify as scalify
 from ._params import unpadded as unpadded
 from ._amax import (  # FP8 scales
     advance as advance,

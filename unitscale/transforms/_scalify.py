@@ -181,10 +181,8 @@ def _check_unchanged(own: Any, before: Sequence[Any], given: Sequence[Any]) -> N
         if is_object and len(same) == len(before) and id(leaf) not in kept:
             raise ValueError(
                 f"unitscale.scalify: the function changes its argument in place, at "
-                f"{jax.tree_util.keystr(path[1:])}, and the change would be lost. Write it as a "
-                "pure function that returns the new state: for flax.nnx, `graphdef, state = "
-                "nnx.split(model)` outside, `nnx.merge(graphdef, state)` inside, and return "
-                "`nnx.state(model)`"
+                f"{jax.tree_util.keystr(path[1:])}, and the change would be lost. For NNX models, "
+                "use unitscale.nn.scalify; otherwise return the new state"
             )
 
 
