@@ -14,12 +14,10 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -134,8 +132,7 @@ def measure(config: GPTConfig, rounds: int) -> dict[str, Any]:
     step = make_train_step(graphdef, optimizer, config)
     batches = [random_batch(config, seed) for seed in range(4)]
     start = time.process_time()
-    with fused_attention() if gpu else nullcontext():
-        compiled = step.lower(state, batches[0], np.int32(0)).compile()
+    compiled = step.lower(state, batches[0], np.int32(0)).compile()
     compiling, count, values, times = time.process_time() - start, 0, {}, []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -162,19 +159,6 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
     return held + memory.temp_size_in_bytes - memory.alias_size_in_bytes
 
 
-@contextmanager
-def fused_attention() -> Iterator[None]:
-    """Make `jax.nn.dot_product_attention` use cuDNN's kernel, for plain models."""
-    own = jax.nn.dot_product_attention
-
-    @functools.wraps(own)
-    def attend(*args: Any, implementation: Any = None, **options: Any) -> Any:
-        return own(*args, implementation=implementation or "cudnn", **options)
-
-    with mock.patch.object(jax.nn, "dot_product_attention", attend):
-        yield
-
-
 def project(
     shapes: list[str], names: list[str], overrides: list[str], dump: Path | None, top: int
 ) -> list[runs.Table]:
@@ -191,8 +175,7 @@ def project(
         for name in names:
             Console(stderr=True).print(f"compiling {shape}: {name}", markup=False, highlight=False)
             _, step, arguments = abstract_step(config_of(shape, name, overrides))
-            with fused_attention():
-                compiled = compile_h200(step, *arguments)
+            compiled = compile_h200(step, *arguments)
             if dump is not None:
                 dump.mkdir(parents=True, exist_ok=True)
                 (dump / f"{shape}-{name}.hlo").write_text(compiled.as_text() or "", "utf-8")

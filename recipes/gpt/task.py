@@ -71,13 +71,11 @@ class GPT(nnx.Module):
             x = self.positions(x, start + jnp.arange(ids.shape[1]))
         x = self.dropout(x, deterministic=deterministic)
         if cache is None:  # else all ids are in one document
-            mask, end = None, self.config.document_end
+            documents, end = None, self.config.document_end
             if end is not None:
-                # True for pairs of ids in the same document, including the id that ends it.
-                ends = (ids == end).astype(jnp.int32)
-                document = jnp.cumsum(ends, axis=1) - ends
-                mask = (document[:, :, None] == document[:, None, :])[:, None]
-            x = self.stack(x, mask=mask, deterministic=deterministic)
+                ends = (ids == end).astype(jnp.int32)  # these ids belong to the document they end
+                documents = jnp.cumsum(ends, axis=1) - ends
+            x = self.stack(x, segment_ids=documents, deterministic=deterministic)
         else:
             x, cache = self.stack.decode(x, cache)
         return self.norm(x), cache

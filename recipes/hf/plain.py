@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from unitscale import transforms
+from unitscale import ops, transforms
 from unitscale.core import shard_activations
 
 from ..config import GPTModelConfig, PrecisionConfig, RopeConfig
@@ -28,18 +28,29 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, cap: float | None = None, **options
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    stored: Any = None,
+    cap: float | None = None,
+    **options,
 ) -> jax.Array:
-    """Call `jax.nn.dot_product_attention`, in float32 where XLA does not support float16 (CPU).
+    """Call `jax.nn.dot_product_attention`, with cuDNN's kernel where it supports the call.
 
-    With a `cap`, scores s become cap tanh(s / cap) (Gemma 2); `options` are then mask and scale.
+    At run time, arrays have the dtype `stored`, by default that of v: scalify traces in float32.
+    XLA supports no float16 on a CPU, so it attends in float32 there. With a `cap`, scores s become
+    cap tanh(s / cap) (Gemma 2), without a kernel; `options` are then mask and scale.
     """
     if v.dtype == jnp.float16 and jax.default_backend() == "cpu":
         wide = (x.astype(jnp.float32) for x in (q, k, v))
-        return attend(*wide, cap=cap, **options).astype(jnp.float16)
-    if cap is None:
-        return jax.nn.dot_product_attention(q, k, v, **options)
-    return _attend_capped(q, k, v, cap, **options)
+        return attend(*wide, stored=stored, cap=cap, **options).astype(jnp.float16)
+    if cap is not None:
+        return _attend_capped(q, k, v, cap, **options)
+    asked: Any = {k: options[k] for k in ("is_causal", "local_window_size") if k in options}
+    path = ops.attention_path(q, k, stored or v.dtype, mask="mask" in options, **asked)
+    kernel = "cudnn" if path.implementation == "cudnn" else None
+    return jax.nn.dot_product_attention(q, k, v, implementation=kernel, **options)
 
 
 def _attend_capped(q, k, v, cap: float, *, mask: jax.Array, scale: float | None = None):
@@ -140,6 +151,7 @@ class Parts:
         self.config, self.kind, self.norm_bias = config, norm, norm_bias
         self.options: Any = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.product = make_product(precision)
+        self.stored = jnp.dtype((precision and precision.scalify) or dtype)
 
     def linear(
         self, features_in: int, features_out: int, *, stddev: float = 0.02, bias: bool = True
@@ -194,7 +206,7 @@ class Attention(nnx.Module):
         self.heads, self.head_dim = config.heads, config.head_dim
         self.kv_heads = config.kv_heads or config.heads
         self.window, self.cap = own.window if local else None, own.attention_cap
-        self.scale = own.attention_scale
+        self.scale, self.stored = own.attention_scale, parts.stored
         self.rope = (local and own.local_rope) or own.rope if config.positions == "rope" else None
         width, inner, bias = config.width, self.heads * self.head_dim, "qkv" in config.biases
         self.query = parts.linear(width, inner, bias=bias)
@@ -219,11 +231,13 @@ class Attention(nnx.Module):
         if past is not None:
             put = jax.lax.dynamic_update_slice_in_dim
             k, v = past = put(past[0], k, positions[0], 1), put(past[1], v, positions[0], 1)
-        options: dict[str, Any] = {"scale": self.scale, "cap": self.cap}
+        options: dict[str, Any] = {"scale": self.scale, "cap": self.cap, "stored": self.stored}
         if mask is not None:
             options["mask"] = mask
-        elif past is None and self.window is None and self.cap is None:
+        elif past is None and self.cap is None:
             options["is_causal"] = True
+            if self.window is not None:
+                options["local_window_size"] = (self.window - 1, 0)
         else:
             behind = positions[:, None] - jnp.arange(k.shape[1])
             seen = behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)

@@ -19,7 +19,7 @@ from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops
 from unitscale.core._compat import cudnn_of
 from unitscale.ops import AttentionPath, attention_path, attention_paths
-from unitscale.ops._attention_kernels import splash
+from unitscale.ops._attention_kernels import Window, splash
 from unitscale.ops._attention_path import tracing, whole_heads
 
 LONG, SHORT = (2, 1024, 8, 64), (2, 96, 8, 64)
@@ -55,8 +55,11 @@ ON_GPU: list[tuple[tuple[int, ...], tuple[int, ...], str, dict[str, Any], str, s
     (SHORT, SHORT, "float16", {"scaled": True}, "plain", "may exceed the range of float16"),
     (SHORT, SHORT, "float32", {}, "plain", "float16 and bfloat16, not float32"),
     (LONG, LONG, "float32", {}, "chunked", "1,024 x 1,024 weights .* not float32"),
-    (SHORT, SHORT, "bfloat16", {"mask": True}, "plain", "no mask except the causal one"),
-    (LONG, LONG, "bfloat16", {"mask": True}, "chunked", "no mask except"),
+    (SHORT, SHORT, "bfloat16", {"mask": True}, "plain", "it supports no mask"),
+    (LONG, LONG, "bfloat16", {"mask": True}, "chunked", "it supports no mask"),
+    (LONG, LONG, "bfloat16", {"is_causal": True, "local_window_size": 8}, "cudnn", "a fused"),
+    (LONG, LONG, "bfloat16", {"segment_ids": True}, "cudnn", "a fused"),
+    (LONG, LONG, "bfloat16", {"local_window_size": 8}, "chunked", "only if is_causal"),
     (LONG, LONG, "bfloat16", {"dropout_rate": 0.1}, "plain", "dropout needs all weights"),
     (shaped(12), shaped(12), "bfloat16", {}, "plain", "multiple of 8 up to 128, not 12"),
     (shaped(136), shaped(136), "float16", {}, "plain", "up to 128, not 136"),
@@ -100,7 +103,7 @@ ON_TPU: list[tuple[tuple[int, ...], dict[str, Any], str | None]] = [
     (LONG, {"is_causal": True}, None),
     (LONG, {"dtype": "float16"}, "it supports bfloat16, not float16"),
     ((2, 200, 8, 64), {}, "lengths must be multiples of 128, not 200 and 1024"),
-    (LONG, {"mask": True}, "no mask except"),
+    (LONG, {"mask": True}, "it supports no mask"),
     (LONG, {"dropout_rate": 0.1}, "not support dropout"),
 ]
 
@@ -214,8 +217,9 @@ def with_gradients(attend: Any, *args: jax.Array) -> Any:
     return [y, *grads]
 
 
-def interpreted(is_causal: bool) -> Any:
-    return lambda q, k, v: splash(q, k, v, is_causal, 0.25, interpret=True)
+def interpreted(is_causal: bool, left: int | None = None, ids: jax.Array | None = None) -> Any:
+    window = Window(left, 0 if is_causal else None)
+    return lambda q, k, v: splash(q, k, v, ids, window, 0.25, interpret=True)
 
 
 def assert_close(found: Any, expected: Any, tolerance: float = 2.0**-6) -> None:
@@ -235,6 +239,17 @@ def test_splash_is_plain_attention() -> None:
     args = operands()
     wide = [x.astype(jnp.float32) for x in args]
     assert_close(of_one_device(), with_gradients(plain, *wide))
+
+
+@pytest.mark.slow
+def test_splash_with_a_window_and_segments() -> None:
+    ids = jnp.repeat(jnp.arange(4), 32)[None] + jnp.asarray([[0], [1]])
+    mask = (ids[:, :, None] == ids[:, None])[:, None]
+    options: Any = {"is_causal": True, "local_window_size": (20, 0), "scale": 0.25}
+    wide = [x.astype(jnp.float32) for x in operands()]
+    plain = functools.partial(jax.nn.dot_product_attention, mask=mask, **options)
+    found = with_gradients(interpreted(True, 20, ids), *operands())
+    assert_close(found, with_gradients(plain, *wide))
 
 
 @pytest.mark.slow

@@ -189,6 +189,7 @@ class MultiHeadAttention(nnx.Module):
         inputs_v: ops.ArrayLike | None = None,
         *,
         mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
         rngs: RngsLike = None,
@@ -204,6 +205,8 @@ class MultiHeadAttention(nnx.Module):
             inputs_v: (..., source, in_kv_features); ``inputs_k`` by default.
             mask: booleans or numbers that broadcast to (..., heads, time, source), such as those of
                 `nnx.make_causal_mask`; queries attend to keys where it is nonzero.
+            segment_ids: (..., time) integers: tokens attend only to those with the same id, such as
+                those of their document in a packed sequence.
             positions: (time,) or (..., time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own setting by default.
             rngs: streams of keys for dropout, or a key; the layer's own by default.
@@ -222,6 +225,7 @@ class MultiHeadAttention(nnx.Module):
             k,
             v,
             mask=mask,
+            segment_ids=segment_ids,
             is_causal=self.is_causal,
             deterministic=deterministic,
             rngs=rngs,
@@ -299,6 +303,7 @@ class MultiHeadAttention(nnx.Module):
         *,
         mask,
         is_causal,
+        segment_ids=None,
         deterministic: bool | None = True,
         rngs=None,
         implementation: ops.Implementation = "auto",
@@ -312,11 +317,14 @@ class MultiHeadAttention(nnx.Module):
             if mask is not None and mask.ndim > 3:
                 mask = jnp.broadcast_to(mask, (*batch, *mask.shape[-3:]))
                 mask = mask.reshape(-1, *mask.shape[-3:])
+            if segment_ids is not None:
+                segment_ids = segment_ids.reshape(-1, segment_ids.shape[-1])
         y = ops.dot_product_attention(
             q,
             k,
             v,
             mask=mask,
+            segment_ids=segment_ids,
             is_causal=is_causal,
             mult=self.mult,
             dropout_rate=self.dropout.rate,

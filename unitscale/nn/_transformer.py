@@ -147,6 +147,7 @@ class TransformerLayer(nnx.Module):
         x: ops.ArrayLike,
         *,
         mask=None,
+        segment_ids=None,
         positions=None,
         deterministic: bool | None = None,
         factors: LayerFactors | None = None,
@@ -157,7 +158,9 @@ class TransformerLayer(nnx.Module):
         """
         dropout = given(deterministic=deterministic)
         factor = None if factors is None else factors.attention
-        options = dropout | given(mask=mask, positions=positions, factor=factor)
+        options = dropout | given(
+            mask=mask, segment_ids=segment_ids, positions=positions, factor=factor
+        )
         x = shard_activations(self.policy.activation(x))
         x = self._branch(x, 0, lambda h: self.attention(h, **options), factors)
         return self._branch(x, 1, lambda h: self.mlp(h, **dropout), factors)
@@ -302,11 +305,17 @@ class TransformerStack(nnx.Module):
         x: ops.ArrayLike,
         *,
         mask=None,
+        segment_ids=None,
         positions=None,
         deterministic: bool | None = None,
     ) -> ops.ArrayLike:
         """Map (batch, time, features) to the same shape; arguments are those of the attention."""
-        options = given(mask=mask, positions=positions, deterministic=deterministic)
+        options = given(
+            mask=mask,
+            segment_ids=segment_ids,
+            positions=positions,
+            deterministic=deterministic,
+        )
         if self.scan:
             return scan_layers(
                 lambda layer, h, factors: layer(h, **options, factors=factors),

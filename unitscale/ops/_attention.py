@@ -1,5 +1,6 @@
 """Dot-product attention: the op and its plain implementation."""
 
+from functools import reduce
 from typing import Any, Literal
 
 import jax
@@ -24,7 +25,13 @@ from ..core import (
     widen,
 )
 from ..rules import Constraint
-from ._attention_kernels import attend_by_cudnn, attend_in_chunks, splash
+from ._attention_kernels import (
+    Window,
+    attend_by_cudnn,
+    attend_in_chunks,
+    same_segment,
+    splash,
+)
 from ._attention_path import HEAD_AXES, Implementation, take_path, whole_heads
 from ._operands import ArrayLike, broadcasts_to, output_dtype, shape_error, unpack
 
@@ -36,6 +43,8 @@ def dot_product_attention(
     *,
     mask: jax.Array | None = None,
     is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    segment_ids: jax.Array | None = None,
     mult: float = 1.0,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -57,6 +66,10 @@ def dot_product_attention(
         v: (batch, source, kv_heads, d).
         mask: boolean, broadcasting to (batch, heads, time, source); True means attend.
         is_causal: whether query t attends only to keys 0 to t.
+        local_window_size: (left, right), or one number for both: query t attends only to keys
+            t - left to t + right, as in `jax.nn.dot_product_attention`. Needs time == source.
+        segment_ids: (batch, time) integers, such as the document of each token in a packed
+            sequence: tokens attend only to those with the same id. Needs time == source.
         mult: static multiplier of the logits (inverse temperature).
         dropout_rate: dropout rate of the attention weights.
         dropout_key: `jax.random` key for dropout.
@@ -80,6 +93,8 @@ def dot_product_attention(
     )
     _check_shapes(qd, kd, vd)
     mask = _check_mask(mask, (qd.shape[0], qd.shape[2], qd.shape[1], kd.shape[1]))
+    window = _check_window(local_window_size, is_causal, qd.shape[1], kd.shape[1])
+    ids = _check_segment_ids(segment_ids, qd.shape, kd.shape)
     if dropout_rate and not deterministic and dropout_key is None:
         raise ValueError(
             "unitscale.ops.dot_product_attention: dropout_key must be a jax.random key unless "
@@ -89,6 +104,7 @@ def dot_product_attention(
         qd.shape[-1],
         kd.shape[1] if scale_length is None else scale_length,
         is_causal=is_causal if scale_causal is None else scale_causal,
+        keys_per_query=window.keys,
         mult=mult,
         dropout_rate=dropout_rate,
         mean_square=mean_square,
@@ -110,6 +126,8 @@ def dot_product_attention(
         vd.dtype,
         mask=mask is not None,
         is_causal=is_causal,
+        local_window_size=local_window_size,
+        segment_ids=ids is not None,
         dropout_rate=rate,
         scaled=bool(scales),
         implementation=implementation,
@@ -123,13 +141,13 @@ def dot_product_attention(
     if moves:
         qd, kd, vd = (move_shards(x, to_heads=True) for x in (qd, kd, vd))
     if path == "cudnn":
-        y = attend_by_cudnn(qd, kd, vd, is_causal, logit_factor)
+        y = attend_by_cudnn(qd, kd, vd, ids, window, logit_factor)
     elif path == "splash":
-        y = splash(qd, kd, vd, is_causal, logit_factor)
+        y = splash(qd, kd, vd, ids, window, logit_factor)
     elif path == "chunked":
-        y = attend_in_chunks(qd, kd, vd, mask, is_causal, logit_factor, tuple(scales))
+        y = attend_in_chunks(qd, kd, vd, mask, ids, window, logit_factor, tuple(scales))
     else:
-        y = _plain(qd, kd, vd, mask, is_causal, logit_factor, scales, rate, dropout_key)
+        y = _plain(qd, kd, vd, mask, ids, window, logit_factor, scales, rate, dropout_key)
     y = scale(move_shards(y, to_heads=False) if moves else y, factors.fwd, common)
     return ScaledArray(y.astype(dtype), vs)
 
@@ -170,6 +188,41 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
+def _check_window(window: Any, is_causal: bool, time: int, source: int) -> Window:
+    """Return the largest distances to keys before and after a query; None where unlimited."""
+    if window is None:
+        return Window(None, 0 if is_causal else None)
+    left, right = sides = (window, window) if isinstance(window, int) else tuple(window)
+    if time != source or min(sides) < 0:
+        raise ValueError(
+            "unitscale.ops.dot_product_attention: local_window_size must be one or two numbers, "
+            f"0 or more, and needs as many queries as keys; got {window}, {time} queries, {source} "
+            "keys. Pass a mask otherwise."
+        )
+    right = 0 if is_causal else right
+    return Window(*(None if side >= source - 1 else side for side in (left, right)))
+
+
+def _check_segment_ids(ids: Any, q_shape: Any, k_shape: Any) -> jax.Array | None:
+    if ids is None:
+        return None
+    ids = jnp.asarray(ids)
+    if ids.shape != q_shape[:2] or q_shape[1] != k_shape[1]:
+        raise shape_error(
+            "dot_product_attention",
+            "segment_ids must be (batch, time), with as many queries as keys",
+            segment_ids=ids.shape,
+            q=q_shape,
+            k=k_shape,
+        )
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(
+            "unitscale.ops.dot_product_attention: segment_ids must be integers; got dtype "
+            f"{ids.dtype}"
+        )
+    return ids.astype(jnp.int32)
+
+
 def move_shards(x: jax.Array, to_heads: bool) -> jax.Array:
     """Reshard (batch, time, heads, d) between tokens and heads by an all-to-all, as in Ulysses."""
     # Constrain the array before and after, so that XLA does not reshard the neighboring matmuls.
@@ -179,7 +232,7 @@ def move_shards(x: jax.Array, to_heads: bool) -> jax.Array:
     return x
 
 
-def _plain(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, dropout_key):
+def _plain(q, k, v, mask, ids, window, logit_factor, logit_scales, dropout_rate, dropout_key):
     """Compute attention with all attention weights in memory, in float32."""
     batch, time, heads, d = q.shape
     source, kv_heads = k.shape[1:3]
@@ -189,13 +242,14 @@ def _plain(q, k, v, mask, is_causal, logit_factor, logit_scales, dropout_rate, d
     logits = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=wide) * logit_factor
     for logit_scale in logit_scales:  # scalars, or one per item of the batch: (batch, 1, 1, 1)
         logits = logits * to_float(logit_scale)[..., None]
-    allowed = None
-    if is_causal:
-        row, column = (lax.broadcasted_iota(jnp.int32, (1, 1, time, source), n) for n in (2, 3))
-        allowed = row >= column
+    row, column = (lax.broadcasted_iota(jnp.int32, (1, 1, time, source), n) for n in (2, 3))
+    masks = window.masks(row, column)
     if mask is not None:
-        allowed = mask if allowed is None else allowed & mask
-    if allowed is not None:
+        masks.append(mask)
+    if ids is not None:
+        masks.append(same_segment(ids))
+    if masks:
+        allowed = reduce(jnp.logical_and, masks)
         allowed = jnp.broadcast_to(allowed, (batch, heads, time, source)).reshape(groups)
         # Finite, so that a query whose keys are all masked returns the mean of the values, not NaN.
         logits = jnp.where(allowed, logits, jnp.finfo(wide).min / 2)

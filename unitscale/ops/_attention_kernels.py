@@ -30,6 +30,29 @@ _CHUNK_ELSEWHERE = 512
 _SPLASH_BLOCKS = (512, 384, 256, LANES)
 
 
+class Window(NamedTuple):
+    """The largest distances from a query to keys before and after it; None if unlimited."""
+
+    left: int | None
+    right: int | None
+
+    @property
+    def keys(self) -> int | None:
+        """Return how many keys a query sees at most, if limited on both sides."""
+        left, right = self
+        return None if left is None or right is None else left + 1 + right
+
+    def masks(self, row: jax.Array, column: jax.Array) -> list[jax.Array]:
+        """Return the masks of keys that are near enough, one per limited side."""
+        left = [] if self.left is None else [row - column <= self.left]
+        return left if self.right is None else [*left, column - row <= self.right]
+
+
+def same_segment(ids: jax.Array) -> jax.Array:
+    """Return the mask (batch, 1, time, time) of tokens with the same id."""
+    return (ids[:, :, None] == ids[:, None, :])[:, None]
+
+
 class _Plan(NamedTuple):
     """Static sizes; a chunk has `queries` x `keys` weights, and `groups` heads share a kv_head."""
 
@@ -40,16 +63,18 @@ class _Plan(NamedTuple):
     source: int
     queries: int
     keys: int
-    is_causal: bool
+    window: Window
     factor: float
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
         """Return the pairs of query chunk and key chunk that are not masked completely."""
         counts = -(-self.time // self.queries), -(-self.source // self.keys)
+        left, right = (math.inf if side is None else side for side in self.window)
         met = [
             (i, j)
             for i, j in itertools.product(*map(range, counts))
-            if not self.is_causal or j * self.keys < (i + 1) * self.queries
+            if j * self.keys - ((i + 1) * self.queries - 1) <= right
+            and i * self.queries - ((j + 1) * self.keys - 1) <= left
         ]
         i, j = np.reshape(np.asarray(met, np.int32), (-1, 2)).T
         return jnp.asarray(i), jnp.asarray(j)
@@ -60,7 +85,8 @@ def attend_in_chunks(
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array | None,
-    is_causal: bool,
+    ids: jax.Array | None,
+    window: Window,
     factor: float,
     logit_scales: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
@@ -72,7 +98,7 @@ def attend_in_chunks(
     chunk = _CHUNK.get(target(), _CHUNK_ELSEWHERE)
     queries, keys = _size(time, chunk), _size(source, chunk)
     groups, counts = heads // kv_heads, (-(-time // queries), -(-source // keys))
-    plan = _Plan(batch, kv_heads, groups, time, source, queries, keys, is_causal, factor)
+    plan = _Plan(batch, kv_heads, groups, time, source, queries, keys, window, factor)
     # Layout (chunk, batch, kv_heads, rows, d). Batch and heads stay separate dimensions because
     # they may be sharded.
     rows = _padded(q, 1, queries).reshape(batch, counts[0], queries, kv_heads, groups, d)
@@ -83,14 +109,24 @@ def attend_in_chunks(
         for x in (k, v)
     )
     chunks = None if mask is None else _mask_chunks(mask, plan)
-    y = _attend(plan, rows, *columns, chunks, tuple(map(to_float, logit_scales)))
+    by_chunk = (
+        None
+        if ids is None
+        else tuple(
+            _padded(ids, 1, size).reshape(batch, -1, size).swapaxes(0, 1)
+            for size in (queries, keys)
+        )
+    )
+    y = _attend(plan, rows, *columns, (chunks, by_chunk), tuple(map(to_float, logit_scales)))
     y = y.reshape(counts[0], batch, kv_heads, groups, queries, d).transpose(1, 0, 4, 2, 3, 5)
     y = y.reshape(batch, counts[0] * queries, heads, d)[:, :time]
     if mask is None:
         return y
     # A query whose keys are all masked returns the mean of all values.
-    if is_causal:
-        mask = mask & jnp.tril(jnp.ones((time, source), bool))
+    row, column = (lax.broadcasted_iota(jnp.int32, (1, 1, time, source), n) for n in (2, 3))
+    mask = reduce(jnp.logical_and, window.masks(row, column), mask)
+    if ids is not None:
+        mask = mask & same_segment(ids)
     mean = jnp.repeat(jnp.mean(widen(v), 1, keepdims=True), groups, 2)
     sees = jnp.any(mask, -1).swapaxes(1, 2)[..., None]
     return jnp.where(sees, y, mean.astype(y.dtype))
@@ -122,18 +158,20 @@ def _matmul(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
     return lax.dot_general(a, b, numbers, preferred_element_type=wide_dtype(a.dtype))
 
 
-def _logits(plan: _Plan, i, j, q, k, mask, scales) -> jax.Array:
+def _logits(plan: _Plan, i, j, q, k, masks, scales) -> jax.Array:
     """Return the logits of query chunk i and key chunk j, with -inf where masked."""
+    mask, ids = masks
     logits = _matmul(q, k, 3, 3) * plan.factor
     for scale in scales:
         logits = logits * scale
     row = i * plan.queries + lax.broadcasted_iota(jnp.int32, (plan.queries, 1), 0)
     column = j * plan.keys + lax.broadcasted_iota(jnp.int32, (1, plan.keys), 1)
-    allowed = []
+    allowed = plan.window.masks(row, column)
     if plan.source % plan.keys:
         allowed.append(column < plan.source)
-    if plan.is_causal:
-        allowed.append(row >= column)
+    if ids is not None:
+        of_rows, of_columns = _at(ids[0], i), _at(ids[1], j)
+        allowed.append((of_rows[:, :, None] == of_columns[:, None, :])[:, None, None])
     if mask is not None:
         for axis, index, size in ((3, i, plan.queries), (4, j, plan.keys)):
             if mask.shape[axis] != 1:
@@ -222,16 +260,33 @@ def _put(x: jax.Array, chunk: jax.Array, i: jax.Array) -> jax.Array:
 
 
 def attend_by_cudnn(
-    q: jax.Array, k: jax.Array, v: jax.Array, is_causal: bool, factor: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ids: jax.Array | None,
+    window: Window,
+    factor: float,
 ) -> jax.Array:
-    """Call cuDNN's fused kernel."""
+    """Call cuDNN's fused kernel.
+
+    Its window is that of a causal mask, and segments become a bias (batch, 1, time, time) that all
+    heads and layers share: `jax.nn` does not offer the kernel's packed layout.
+    """
+    mask = None if ids is None else same_segment(ids)
     q, k, v = match_varying((q, k, v))
     # JAX's batching rule for the kernel requires that vmap maps all operands and the cotangent.
     # This select, which XLA removes, makes each of them depend on all operands.
     never = jnp.any(jnp.stack([x[0, 0, 0, 0] for x in (q, k, v)]) == 0) & False
     q, k, v = (jnp.where(never, 0, x) for x in (q, k, v))
     y = jax.nn.dot_product_attention(
-        q, k, v, is_causal=is_causal, scale=factor, implementation="cudnn"
+        q,
+        k,
+        v,
+        mask=None if mask is None else mask | never,
+        is_causal=window.right == 0,
+        local_window_size=None if window.left is None else (window.left, 0),
+        scale=factor,
+        implementation="cudnn",
     )
     return jnp.where(never, 0, y)
 
@@ -240,7 +295,8 @@ def splash(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    is_causal: bool,
+    ids: jax.Array | None,
+    window: Window,
     factor: float,
     *,
     interpret: bool = False,
@@ -251,26 +307,34 @@ def splash(
     """
     q = (q.astype(jnp.float32) * factor).astype(q.dtype)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    attend = partial(_splash, is_causal=is_causal, interpret=interpret)
+    attend = partial(_splash, window=window, interpret=interpret)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return jnp.swapaxes(attend(q, k, v), 1, 2)
+        return jnp.swapaxes(attend(q, k, v, ids), 1, 2)
     axes, own = {n: size for n, size in mesh.shape.items() if size > 1}, jax.typeof(q).sharding
     rows = dividing_axes(BATCH_AXES, axes, q.shape[0])
     heads = dividing_axes((*TENSOR_AXES, *CONTEXT_AXES), axes, q.shape[1], k.shape[1])
-    spec = PartitionSpec(rows or None, heads or None)
+    spec, of_ids = PartitionSpec(rows or None, heads or None), PartitionSpec(rows or None)
     if mesh.explicit_axes:
         q, k, v = (jax.sharding.reshard(x, spec) for x in (q, k, v))
+        ids = None if ids is None else jax.sharding.reshard(ids, of_ids)
     # check_vma=False, because the kernel does not declare over which mesh axes its results vary.
-    attend = jax.shard_map(attend, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
-    y = attend(q, k, v)
+    specs = (spec, spec, spec, of_ids)
+    attend = jax.shard_map(attend, in_specs=specs, out_specs=spec, check_vma=False)
+    y = attend(q, k, v, ids)
     return jnp.swapaxes(jax.sharding.reshard(y, own) if mesh.explicit_axes else y, 1, 2)
 
 
 def _splash(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool, interpret: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    ids: jax.Array | None,
+    *,
+    window: Window,
+    interpret: bool,
 ) -> jax.Array:
-    """Call the splash kernel with operands (batch, heads, time, d)."""
+    """Call the splash kernel with operands (batch, heads, time, d) and ids (batch, time)."""
     # Imported only where it is used, because the import takes a second.
     from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
         splash_attention_kernel as kernels,
@@ -278,7 +342,10 @@ def _splash(
     )
 
     time, source = q.shape[2], k.shape[2]
-    mask = (masks.CausalMask if is_causal else masks.FullMask)((time, source))
+    shape, is_full = (time, source), window == Window(None, None)
+    mask = (
+        masks.FullMask(shape) if is_full else masks.LocalMask(shape, (window.left, window.right), 0)
+    )
     rows, columns = (next(b for b in _SPLASH_BLOCKS if n % b == 0) for n in (time, source))
     names = "block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq"
     blocks = kernels.BlockSizes(
@@ -292,5 +359,6 @@ def _splash(
         q_seq_shards=1,
         interpret=interpret,
     )
-    y: Any = jax.vmap(kernel)(q, k, v)
+    segments = None if ids is None else kernels.SegmentIds(q=ids, kv=ids)
+    y: Any = jax.vmap(kernel)(q, k, v, segments)
     return y

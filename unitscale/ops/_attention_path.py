@@ -53,6 +53,8 @@ def attention_path(
     *,
     mask: bool = False,
     is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    segment_ids: bool = False,
     dropout_rate: float = 0.0,
     scaled: bool = False,
     implementation: Implementation | Literal["xla"] | None = "auto",
@@ -60,9 +62,11 @@ def attention_path(
     """Return the implementation that a call of `dot_product_attention` uses, and why.
 
     "auto" selects the first of these that supports the call. The fused kernels, "cudnn" and
-    "splash", need a causal mask or none, no dropout, and whole heads on each device.
+    "splash", need no mask (but may be causal, or have a window or segments), no dropout, and whole
+    heads on each device.
 
-    - "cudnn", on NVIDIA GPUs: 16-bit operands, even lengths, head sizes 8, 16, ..., 128.
+    - "cudnn", on NVIDIA GPUs: 16-bit operands, even lengths, head sizes 8, 16, ..., 128; a window
+      only if causal.
     - "splash", on TPUs: bfloat16, lengths that are multiples of 128; not inside `jax.shard_map`,
       and with several devices only inside `jax.set_mesh`.
     - "chunked": no dropout; at least 128 x 128 weights per head on a CPU, else 1,024 x 1,024.
@@ -74,6 +78,8 @@ def attention_path(
         dtype: promoted dtype of q, k and v.
         mask: whether the call passes a mask.
         is_causal: as for `dot_product_attention`.
+        local_window_size: as for `dot_product_attention`.
+        segment_ids: whether the call passes segment ids.
         dropout_rate: dropout rate of the attention weights.
         scaled: whether q or k is a ScaledArray with a scale.
         implementation: as for `dot_product_attention`.
@@ -96,6 +102,8 @@ def attention_path(
         refusal = _not_for_kernels(q_shape, k_shape, mask, dropout_rate)
         if name == "splash":
             return refusal or _not_for_splash(q_shape[1], k_shape[1], dtype)
+        if refusal is None and local_window_size is not None and not is_causal:
+            refusal = "it supports a window only if is_causal=True"
         return refusal or _not_for_cudnn(q_shape, k_shape, dtype, is_causal, scaled)
 
     if wanted != "auto":
@@ -190,7 +198,7 @@ def _not_for_kernels(
         return "it does not support dropout here"
     if mask:
         # A row with all keys masked has had NaN gradients in some versions of cuDNN.
-        return "it supports no mask except the causal one"
+        return "it supports no mask; pass is_causal, local_window_size or segment_ids instead"
     if 0 in (*q_shape, *k_shape):
         return "an operand is empty"
     if whole_heads(q_shape[-2], k_shape[-2]) is False:

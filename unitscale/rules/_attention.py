@@ -15,7 +15,7 @@ from ..core import check_choice
 from ._elementwise import correlation_kernel, dropout
 from ._linear import Constraint, Factors, check_sizes, constrain, positive_number
 from ._residual import residual
-from ._softmax import causal_softmax_moments, moments_by_size, softmax_moments
+from ._softmax import SoftmaxMoments, causal_softmax_moments, moments_by_size, softmax_moments
 
 NormPlacement = Literal["pre", "post", "none"]
 """Position of the norm in the branches of an `AttentionContext`: before, after the sum, or none."""
@@ -42,6 +42,7 @@ def dot_product_attention(
     key_length: int,
     *,
     is_causal: bool,
+    keys_per_query: int | None = None,
     mult: float = 1.0,
     dropout_rate: float = 0.0,
     mean_square: float | None = None,
@@ -52,12 +53,12 @@ def dot_product_attention(
     Scaling:
         For unit q, k and v the logits are normal with standard deviation `mult * d^-1/2`. The mean
         square of the output is then `E[sum p^2]` over the softmax weights p of a query's keys, of
-        which there are `key_length`, or with a causal mask 1, 2, ..., key_length (averaged). The
-        forward factor is its inverse root, times `(1 - dropout_rate)^1/2`. Before the constraint,
-        the factor of v is the same, and that of q and k is 1 over the RMS of the softmax's gradient
-        times the logits' standard deviation. Assumes as many queries as keys, and no mask except
-        the causal one. `mean_square` replaces `E[sum p^2]` if values are correlated: see
-        `AttentionContext`.
+        which there are `key_length`, or with a causal mask 1, 2, ..., key_length (averaged), but at
+        most `keys_per_query`, the size of a window. The forward factor is its inverse root, times
+        `(1 - dropout_rate)^1/2`. Before the constraint, the factor of v is the same, and that of q
+        and k is 1 over the RMS of the softmax's gradient times the logits' standard deviation.
+        Assumes as many queries as keys, and no mask but the causal one and the window.
+        `mean_square` replaces `E[sum p^2]` if values are correlated: see `AttentionContext`.
 
     References:
         u-muP, arXiv 2407.17465, unit-scaled dot-product attention, with the exact expectation in
@@ -66,7 +67,13 @@ def dot_product_attention(
     check_sizes("dot_product_attention", head_dim=head_dim, key_length=key_length)
     spread = positive_number("dot_product_attention", "mult", mult) / math.sqrt(head_dim)
     keep = dropout(dropout_rate).fwd
-    moments = (causal_softmax_moments if is_causal else softmax_moments)(int(key_length), spread)
+    length = int(key_length)
+    keys = min(length, length if keys_per_query is None else int(keys_per_query))
+    moments = (causal_softmax_moments if is_causal else softmax_moments)(keys, spread)
+    if is_causal and keys < length:  # the first queries see 1, 2, ..., keys, the others all keys
+        share, full = keys / length, softmax_moments(keys, spread)
+        pairs = zip(moments, full, strict=True)
+        moments = SoftmaxMoments(*(share * one + (1 - share) * other for one, other in pairs))
     if mean_square is None:
         mean_square = moments.square
     values = keep / math.sqrt(positive_number("dot_product_attention", "mean_square", mean_square))
