@@ -3,7 +3,7 @@
 import importlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -186,14 +186,36 @@ def describe(config: TrainedPath, overrides: Overrides = None) -> None:
 @app.command()
 def export(
     config: TrainedPath,
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="a .safetensors file to write")],
+    path: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="a .safetensors file to write, or a folder")
+    ],
     overrides: Overrides = None,
+    fp8: Annotated[
+        Literal["tensor", "channel", "block"] | None,
+        typer.Option(help="write a Hugging Face decoder with FP8 weights, one scale for each"),
+    ] = None,
 ) -> None:
-    """Write the arrays of a trained model to a safetensors file."""
-    settings = _settings(config, overrides)
-    from .trained import export as export_run
+    """Write the arrays of a trained model to a safetensors file.
 
-    typer.echo(export_run(settings, path, _warn))
+    With --fp8, CONFIG is a Hugging Face folder, such as runs/NAME/pretrained. Its linear layers are
+    written to a new folder in FP8, in formats that vLLM and transformers read.
+    """
+    if fp8 is None:
+        settings = _settings(config, overrides)
+        from .trained import export as export_run
+
+        typer.echo(export_run(settings, path, _warn))
+        return
+    from .hf import load, save
+
+    _require_new(path)
+    save(load(config, "lm"), path, fp8=fp8)
+    typer.echo(f"{config} with FP8 weights is in {path}")
+
+
+def _require_new(path: Path) -> None:
+    if path.exists():
+        raise RecipeError(f"OUTPUT: expected a new folder; got {path}, which exists; name another")
 
 
 @app.command()
@@ -205,8 +227,7 @@ def merge(
     """Add a LoRA adapter to a Hugging Face model, and write the result to a new folder."""
     from .hf import load, save
 
-    if path.exists():
-        raise RecipeError(f"OUTPUT: expected a new folder; got {path}, which exists; name another")
+    _require_new(path)
     save(load(folder, "lm", adapter=adapter), path)
     typer.echo(f"{folder} with {adapter} is in {path}")
 

@@ -120,6 +120,7 @@ def _plain(config: GPTConfig, shape: GPTModelConfig) -> Any:
             param_dtype=jnp.float32 if config.lora is None else None,
             remat=shape.remat,
             on_host=config.lora is not None,
+            keep_fp8=config.lora is not None and precision.frozen is not None,
             seed=config.seed,
             **options,
         ).model

@@ -67,7 +67,7 @@ INERT = re.compile(
     r"gradient_checkpointing|neftune_noise_alpha|pretraining_tp|torchscript|n_ctx|n_special|"
     r"chunk_size_feed_forward|task_specific_params|remove_invalid_values|directionality|"
     r"reorder_and_upcast_attn|predict_special_tokens|layer_norm_eps|deterministic_flash_attn|"
-    r"reference_compile|repad_logits_with_grad|sparse_pred.*|sliding_window_size"
+    r"reference_compile|repad_logits_with_grad|sparse_pred.*|sliding_window_size|quantization_config"
 )
 
 

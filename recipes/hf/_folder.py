@@ -4,13 +4,15 @@ import importlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp  # registers bfloat16 with NumPy
 import numpy as np
-from safetensors import SafetensorError, numpy as safetensors, safe_open
+from safetensors import SafetensorError, deserialize, numpy as safetensors, safe_open
+
+from unitscale import ScaledArray
 
 from ..errors import RecipeError, read_text, refused
 
@@ -23,6 +25,9 @@ _TEXTS = (
 )
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
 
+_FLOAT8 = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "F8_E5M2": np.dtype(jnp.float8_e5m2)}
+FLOAT8 = tuple(_FLOAT8.values())
+
 
 @dataclass(frozen=True)
 class Folder:
@@ -34,6 +39,7 @@ class Folder:
     files: dict[str, tuple[dict[str, str] | None, list[str]]]  # metadata and names of tensors
     tensors: dict[str, np.ndarray]
     ends: tuple[int, ...]  # token ids that end a text
+    narrow: dict[str, ScaledArray] = field(default_factory=dict)  # weights (out, in) in FP8
 
 
 def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model") -> dict[str, Any]:
@@ -83,7 +89,15 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarra
         )
     try:
         with safe_open(path, "np") as file:
-            return file.metadata(), {name: file.get_tensor(name) for name in sorted(file.keys())}
+            metadata, names = file.metadata(), sorted(file.keys())
+            narrow = {name for name in names if file.get_slice(name).get_dtype() in _FLOAT8}
+            found = {name: file.get_tensor(name) for name in names if name not in narrow}
+        if narrow:  # the library reads them as bytes only
+            for name, raw in deserialize(path.read_bytes()):
+                if name in narrow:
+                    array = np.frombuffer(raw["data"], _FLOAT8[raw["dtype"]])
+                    found[name] = array.reshape(raw["shape"])
+        return metadata, dict(sorted(found.items()))
     except (OSError, SafetensorError, AttributeError, TypeError) as error:
         raise RecipeError(
             f"{path}: expected a safetensors file of types such as F32, F16 and BF16; got "

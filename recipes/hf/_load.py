@@ -20,6 +20,7 @@ from ._config import ARCHITECTURES, EncoderConfig, Task, shape_in, task_of
 from ._folder import CONFIG, FLOATS, INDEX, SINGLE, Folder, read_folder, write_folder
 from ._lora import merge_adapter
 from ._names import Table, full_name, head_part, is_unused, table_of
+from ._quantized import Scheme, dequantize, quantized
 from .plain import GPT
 
 
@@ -53,6 +54,7 @@ def load(
     remat: str | None = None,
     adapter: str | Path | None = None,
     on_host: bool = False,
+    keep_fp8: bool = False,
     seed: int = 0,
 ) -> Pretrained:
     """Load a decoder (GPT-2, the Llama family) or an encoder (the BERTs) from a local folder.
@@ -69,13 +71,15 @@ def load(
       remat: `model.remat` of a decoder.
       adapter: Folder of a LoRA adapter, in PEFT's format, to add to a decoder's weights.
       on_host: Keep parameters as NumPy arrays in host memory, for `adapt`.
+      keep_fp8: Keep the FP8 weights of a quantized folder as ScaledArrays, for `adapt`; otherwise
+        they are dequantized.
       seed: Seed of a new head and of dropout.
 
     Raises:
       RecipeError: A file is missing or damaged, the architecture is not supported, or tensors are
         missing, unknown or of other shapes.
     """
-    source = read_folder(Path(folder))
+    source = dequantize(read_folder(Path(folder)))
     task = task_of(source.config, task, source.path)
     kind: str = source.config["model_type"]
     own = {"dropout": dropout, "remat": remat, "classes": classes if new_head else None}
@@ -102,6 +106,8 @@ def load(
             "folder without a head for this task"
         )
     _fill(model, table, source, param_dtype, np if on_host else jnp)
+    if keep_fp8:
+        _fill_fp8(model, table, source)
     if adapter is not None:
         merge_adapter(model, adapter)
     return Pretrained(model, config, task, drawn, source, table)
@@ -112,6 +118,7 @@ def save(
     folder: str | Path,
     params: Any = None,
     labels: Sequence[str] | None = None,
+    fp8: Scheme | None = None,
 ) -> None:
     """Write a model to a folder, with the file and tensor names of the folder it was loaded from.
 
@@ -120,6 +127,8 @@ def save(
       folder: Where to write; may be the folder that was read.
       params: Trained parameters, a state of arrays or ScaledArrays; by default the model's.
       labels: Names of a classifier's labels; by default the folder's.
+      fp8: Write linear layers in E4M3 with a scale per tensor, per output channel (both as
+        compressed-tensors) or per block of 128 x 128, for serving; None keeps the files' dtypes.
 
     Raises:
       RecipeError: A weight is not finite in the dtype of its file, or a file cannot be written.
@@ -141,6 +150,17 @@ def save(
                 f"{name} has values that are not finite in {old.dtype}, the dtype of its file; "
                 "save an earlier state, or start from files of a wider dtype"
             )
+    if fp8 is not None:
+        table, kind = pretrained.table, source.config["model_type"]
+        full = {name: table.get(full_name(name, kind)) for name in tensors}
+        names = [name for name, entry in full.items() if entry and entry.is_linear]
+        if pretrained.task != "lm" or not names:
+            raise RecipeError(
+                f"{source.path}: expected a decoder of the Llama family for FP8; got model_type "
+                f"{kind}"
+            )
+        source = quantized(source, tensors, names, fp8)
+        tensors = source.tensors
     write_folder(Path(folder), source, tensors)
 
 
@@ -202,6 +222,16 @@ def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, lib
                     f"{source.path}: {filled[path]} and {name} are tied but differ; set "
                     f"tie_word_embeddings false in {CONFIG} if they are not tied"
                 )
+
+
+def _fill_fp8(model: nnx.Module, table: Table, source: Folder) -> None:
+    """Set the kernels of linear layers that a folder stores in FP8, as ScaledArrays."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    variables = {".".join(map(str, path)): cast("nnx.Param", leaf) for path, leaf in flat}
+    for name, value in source.narrow.items():
+        entry = table.get(full_name(name, source.config["model_type"]))
+        if entry is not None and entry.is_linear:
+            variables[entry.paths[0]].set_value(value.T)
 
 
 def _with_new_head(pretrained: Pretrained) -> Folder:

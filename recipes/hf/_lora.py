@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 from pydantic import BaseModel, Field
 
-from unitscale import ScaledArray
+from unitscale import ScaledArray, to_array
+from unitscale.core import is_scaled
 from unitscale.quant import Dynamic, quantize
 
 from ..config import Count, Flag, GPTModelConfig, LoraConfig, Positive
@@ -37,12 +38,15 @@ class Frozen(nnx.Variable):
 
 
 class NarrowLinear(nnx.Module):
-    """A linear layer with an FP8 kernel that has a power-of-two scale per output."""
+    """A linear layer with a kernel in FP8: that of a file, or one with a scale per output."""
 
     def __init__(self, layer: nnx.Linear, dtype: str):
         self.dtype = layer.dtype
-        kernel = jnp.asarray(layer.kernel.get_value(), jnp.float32)
-        self.kernel = Frozen(quantize(kernel, dtype, Dynamic("channel"), axis=0))
+        kernel = layer.kernel.get_value()
+        if not (is_scaled(kernel) and kernel.dtype == dtype):
+            wide = jnp.asarray(to_array(kernel), jnp.float32)
+            kernel = quantize(wide, dtype, Dynamic("channel"), axis=0)
+        self.kernel = Frozen(kernel)
         self.bias = layer.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:

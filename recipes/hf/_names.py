@@ -20,6 +20,12 @@ class Tensor(NamedTuple):
     tied: bool = False
     head: bool = False
 
+    @property
+    def is_linear(self) -> bool:
+        """Return whether this is the weight (out, in) of one linear layer, outside of heads."""
+        path, *others = self.paths
+        return self.transposed and not others and not self.head and path.endswith("kernel")
+
     def pack(self, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
         """Make the tensor from parameters."""
         joined = np.concatenate([parameters[path] for path in self.paths], axis=-1)

@@ -1,0 +1,145 @@
+"""FP8 weights in Hugging Face folders, in the formats that other libraries publish and read.
+
+A weight (out, in) in FP8 has a scale per tensor, per output, or per block, and its value is
+weight * scale. Folders with `quant_method` "fp8" (DeepSeek, Qwen) name the scale
+`weight_scale_inv`, and those of compressed-tensors `weight_scale`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from unitscale import ScaledArray
+from unitscale.quant import Block, Dynamic, quantize
+
+from ..errors import RecipeError
+from ._folder import CONFIG, FLOAT8, INDEX, Folder
+
+Scheme = Literal["tensor", "channel", "block"]
+KEY = "quantization_config"
+_METHODS, _SIZE = ("fp8", "compressed-tensors"), 128
+_SCALES = ("weight_scale_inv", "weight_scale")
+# Scales of activations and of the KV cache: activations are quantized as `precision` says.
+_IGNORED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+
+
+def dequantize(folder: Folder) -> Folder:
+    """Return a folder with weights in the dtype of its config.json, and FP8 weights in `narrow`."""
+    scheme = folder.config.get(KEY)
+    if scheme is None:
+        return folder
+    method, kept = scheme.get("quant_method"), dict(folder.tensors)
+    narrow: dict[str, ScaledArray] = {}
+    if method not in _METHODS:
+        raise RecipeError(
+            f"{folder.path}: {KEY}.quant_method: expected {' or '.join(_METHODS)}; got {method!r}; "
+            "give the folder of the model before it was quantized"
+        )
+    wanted = str(folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16")
+    dtype = jnp.dtype(wanted.removeprefix("torch."))
+    for name in [name for name in kept if name.rpartition(".")[2] in _IGNORED]:
+        del kept[name]
+    for name in [name for name, array in kept.items() if array.dtype in FLOAT8]:
+        scales = [s for s in (name.removesuffix("weight") + part for part in _SCALES) if s in kept]
+        if not name.endswith("weight") or len(scales) != 1:
+            raise RecipeError(
+                f"{folder.path}: expected one scale for the FP8 tensor {name}, "
+                f"{' or '.join(_SCALES)}; got {len(scales)}; copy the whole folder"
+            )
+        narrow[name] = _scaled(folder.path, name, kept[name], kept.pop(scales[0]), scheme)
+        kept[name] = np.asarray(narrow[name].value).astype(dtype)
+    config = {key: value for key, value in folder.config.items() if key != KEY}
+    return replace(_with_tensors(folder, config, kept), narrow=narrow)
+
+
+def _scaled(
+    path: Path, name: str, weight: np.ndarray, scale: np.ndarray, scheme: Mapping[str, Any]
+) -> ScaledArray:
+    """Return a ScaledArray of an FP8 weight, for the kind of scale that the shape tells."""
+    scale = np.asarray(scale, np.float32)
+    outputs, inputs = weight.shape
+    if scale.size == 1:
+        return ScaledArray(jnp.asarray(weight), jnp.asarray(scale.reshape(())))
+    if scale.size == outputs and scale.shape in ((outputs,), (outputs, 1)):
+        return ScaledArray(jnp.asarray(weight), jnp.asarray(scale.reshape(outputs, 1)))
+    groups = scheme.get("config_groups") or {}
+    sizes = [scheme.get("weight_block_size")]
+    sizes += [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
+    for size in sizes:
+        if size and scale.shape == (-(-outputs // size[0]), -(-inputs // size[1])):
+            blocks = min(int(size[0]), outputs), min(int(size[1]), inputs)
+            return ScaledArray(jnp.asarray(weight), jnp.asarray(scale), block_shape=blocks)
+    raise RecipeError(
+        f"{path}: the scale of {name} {list(weight.shape)} must be one number, one per output, or "
+        f"one per block of {KEY}; got {list(scale.shape)}; give the {CONFIG} that belongs to the "
+        "weights"
+    )
+
+
+def quantized(
+    folder: Folder, tensors: Mapping[str, np.ndarray], names: list[str], scheme: Scheme
+) -> Folder:
+    """Return a folder with the named weights in E4M3, with power-of-two scales."""
+    block = scheme == "block"
+    strategy = Block(_SIZE, dims=2) if block else Dynamic(scheme)
+    written = dict(tensors)
+    for name in names:
+        found = quantize(jnp.asarray(tensors[name], jnp.float32), "float8_e4m3fn", strategy)
+        scale = np.asarray(found.scale, np.float32)
+        written[name] = np.asarray(found.data)
+        written[f"{name.removesuffix('weight')}{_SCALES[not block]}"] = (
+            scale.reshape(1) if scheme == "tensor" else scale
+        )
+    others = ["lm_head"]
+    eight: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
+    if block:
+        method: dict[str, Any] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [_SIZE, _SIZE],
+            "modules_to_not_convert": others,
+        }
+    else:
+        of_inputs = eight | {"strategy": "token" if scheme == "channel" else "tensor"}
+        group = {
+            "targets": ["Linear"],
+            "weights": eight | {"strategy": scheme, "dynamic": False},
+            "input_activations": of_inputs | {"dynamic": True},
+        }
+        method = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": others,
+        }
+    return _with_tensors(folder, folder.config | {KEY: method}, written)
+
+
+def _with_tensors(folder: Folder, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Folder:
+    """Return a folder with another config and tensors: a scale is in the file of its weight."""
+    home = {name: file for file, (_, names) in folder.files.items() for name in names}
+
+    def file_of(name: str) -> str:
+        return home.get(name) or home[f"{name.rpartition('.')[0]}.weight"]
+
+    files = {
+        file: (metadata, [name for name in tensors if file_of(name) == file])
+        for file, (metadata, _) in folder.files.items()
+    }
+    texts = folder.texts | {CONFIG: _json(config)}
+    if INDEX in texts:
+        size = sum(array.nbytes for array in tensors.values())
+        places = {name: file_of(name) for name in sorted(tensors)}
+        texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": places})
+    return replace(folder, config=config, texts=texts, files=files, tensors=tensors)
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
