@@ -3,7 +3,7 @@
 import importlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -126,18 +126,20 @@ def test_missing_scales_and_other_families_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("scheme", ["channel", "tensor"])
-def test_compressed_tensors_reads_the_same_weights(scheme: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_transformers_reads_the_same_weights(scheme: str, tmp_path: Path) -> None:
     names = ("torch", "transformers")
-    torch, transformers = (importlib.import_module(name) for name in names)
+    torch, transformers = (cast(Any, importlib.import_module(name)) for name in names)
     out = tmp_path / "out"
     CliRunner().invoke(app, ["export", str(FIXTURES / "llama3"), str(out), "--fp8", scheme])
     (ids, *_), _ = reference(FIXTURES / "llama3")
-    config = transformers.CompressedTensorsConfig(run_compressed=False)
+    block = scheme == "block"
+    make = transformers.FineGrainedFP8Config if block else transformers.CompressedTensorsConfig
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        out, quantization_config=config, dtype=torch.float32
+        out, quantization_config=make(dequantize=True), dtype=torch.float32
     )
-    for module in theirs.modules():  # their inputs are not quantized here either
+    for module in theirs.modules():  # inputs are not quantized here
         if hasattr(module, "quantization_enabled"):
             module.quantization_enabled = False
     with torch.no_grad():
