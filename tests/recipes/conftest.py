@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes import train as train_module
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
+
+from .runs import without_plots
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(200))
 
@@ -22,16 +23,9 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def plots() -> None:
-    """Request this fixture to get the plots of runs."""
-
-
 @pytest.fixture(autouse=True)
-def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip plots, which take most of the time of a tiny run."""
-    if "plots" not in request.fixturenames:
-        monkeypatch.setattr(train_module._Run, "plot", lambda run: None)
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_plots(monkeypatch.setattr)
 
 
 def short_training(folder: Path) -> dict[str, Any]:

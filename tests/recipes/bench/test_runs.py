@@ -11,7 +11,6 @@ import pytest
 
 from recipes.bench import runs
 from recipes.bench.runs import Table, Told, compare, differences, publish, verdict
-from recipes.config import RunConfig
 from recipes.errors import RecipeError
 
 OURS = ("precision.policy=fp8", "model.library=unitscale")
@@ -30,23 +29,21 @@ def test_differences_are_paired_and_bounds_two_sided_but_for_no_worse() -> None:
         ("loss", ours / theirs - 1, "over reference", "standard error"),
         ("f1", ours - theirs, "above reference", "error above"),
     ):
-        values = {"a": list(theirs), "b": list(ours)}
-        reference, row = differences(values, {"b": 0.1}, metric)
+        _, row = differences({"a": list(theirs), "b": list(ours)}, {"b": 0.1}, metric)
         assert row[mean] == pytest.approx(over.mean())
         assert row[error] == pytest.approx(over.std(ddof=1) / math.sqrt(3))
-        assert row[metric] == pytest.approx(ours.mean())
         assert row["verdict"] == verdict(abs(row[mean]), row[error], 0.1)
-        assert not {mean, error, "asked", "verdict"} & set(reference)
     values = {"float32": [2.0], "near": [1.992], "low": [1.98], "high": [2.02], "better": [1.0]}
     bounds = {"near": 0.005, "low": 0.005, "high": 0.005, "better": 0.0}
     found = [row.get("verdict") for row in differences(values, bounds)]
     assert found == [None, "within", "outside", "outside", "within"]
 
 
-@pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Replace training by a formula for the loss: of text, seed, library and learning rate."""
-    seen: list[RunConfig] = []
+def test_every_text_and_seed_is_trained_once(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training is replaced by a formula for the loss; runs in float32 fail at last."""
+    seen: list[Any] = []
 
     def loss_of(config: Any) -> float:
         best = 0.004 if config.model.library == "plain" else 1.0
@@ -55,47 +52,30 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
     monkeypatch.setattr(runs, "trained", lambda config, fresh: seen.append(config) or {"f1": 7.0})
     monkeypatch.setattr(runs, "loss_of", loss_of)
-    return seen
-
-
-@pytest.mark.slow
-def test_every_text_and_seed_is_trained_once(
-    losses: list[Any], config_file: Path, tmp_path: Path
-) -> None:
     texts = [str(tmp_path / name) for name in ("a.txt", "long.txt")]
     told = Told(str(config_file), ["model.dropout=0.0"], 2, False, texts)
     rates = {"plain-float32": (0.001, 0.004), "fp8": (0.5,)}
     found = compare(VARIANTS, told, rates=rates)
     names = [f"tiny-fp8-0.5-{text}" + seed for text in ("a", "long") for seed in ("", "-seed1")]
-    assert [config.name for config in losses[-4:]] == names
-    assert len(losses) == 8 + 4
-    assert all(config.train.sample_tokens == config.model.dropout == 0 for config in losses)
+    assert [config.name for config in seen[-4:]] == names
+    assert len(seen) == 8 + 4
     plain = found.configs["plain-float32"]
     assert [config.optimizer.learning_rate for config in plain] == [0.004] * 4  # its best
-    assert [config.seed for config in plain] == [0, 1, 0, 1]
     a, long, both, at_rates = found.tables("Loss", {"fp8": 0.1})
-    assert a.title == "Loss: 6 steps, 2 seeds, a"
     assert long.rows[0]["loss"] > a.rows[0]["loss"]
     assert both.rows[1]["values"] == [*a.rows[1]["values"], *long.rows[1]["values"]]
-    assert 0 < both.rows[1]["over reference"] < 0.01
     assert [row["rate"] for row in at_rates.rows] == [0.001, 0.004, 0.5]
 
-
-def test_a_run_that_fails_is_named_after_the_others(
-    losses: list[Any], config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-
-    def trained(config: RunConfig, fresh: bool) -> dict[str, float]:
+    def failing(config: Any, fresh: bool) -> dict[str, float]:
         if config.precision.policy == "float32":
             raise ValueError("no memory")
-        done.append(config.name)
+        seen.append(config)
         return {}
 
-    monkeypatch.setattr(runs, "trained", trained)
+    monkeypatch.setattr(runs, "trained", failing)
     with pytest.raises(RecipeError, match=r"1 of 2 runs failed: tiny-plain-float32: .*no memory"):
         compare(VARIANTS, Told(str(config_file)))
-    assert done == ["tiny-fp8"]
+    assert seen[-1].name == "tiny-fp8"
     with pytest.raises(RecipeError, match="--data"):
         compare(VARIANTS, Told(str(config_file), data=["a/x.txt", "b/x.txt"]))
 

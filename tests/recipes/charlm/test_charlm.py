@@ -47,10 +47,9 @@ def config_file(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "points"), [("small", 180), ("full", 360)])
-def test_the_studies_are_the_paper_s_grid(name, points) -> None:
-    found = make_points(load_config(CONFIGS / "charlm" / f"{name}.yaml"))
-    assert len(found) == points
+def test_the_study_is_the_paper_s_grid() -> None:
+    found = make_points(load_config(CONFIGS / "charlm" / "full.yaml"))
+    assert len(found) == 360
     starts = {}
     for point in found:
         library, settings = point.values["model.library"], point.config.optimizer
@@ -87,19 +86,15 @@ def test_the_config_of_an_earlier_version_is_read(tmp_path) -> None:
     assert CharlmConfig.upgraded(config.model_dump()) == config.model_dump()
 
 
-MODELS = [(kind, "plain", "float16") for kind in ("conv", "gru", "lstm", "attention")]
+MODELS = [(kind, "plain", "float16") for kind in ("conv", "gru", "attention")]
 MODELS += [(kind, "unitscale", "fp8") for kind in ("conv", "lstm", "rhn", "attention")]
-SLOW = [("gru", "unitscale", "fp8"), ("gru", "unitscale", "float16")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "library", "policy"),
-    [*MODELS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-)
+@pytest.mark.parametrize(("kind", "library", "policy"), MODELS)
 def test_every_model_has_a_float32_loss_and_float32_parameters(
     kind, library, policy, tmp_path
 ) -> None:
-    mixing = {"cell": kind, "kind": "rnn"} if kind in ("gru", "lstm", "rhn") else {"kind": kind}
+    mixing = {"kind": kind} if kind in ("conv", "attention") else {"cell": kind, "kind": "rnn"}
     norm = {"conv": "pre", "gru": "post"}.get(kind, "none")
     shape = {"library": library, **mixing, "norm": norm, "residual": {"scheme": "running_mean"}}
     umup = {"umup": library == "unitscale"}
@@ -113,20 +108,18 @@ def test_every_model_has_a_float32_loss_and_float32_parameters(
     value, grads = jax.eval_shape(jax.value_and_grad(loss), params, rest, text)
     assert (value.shape, value.dtype) == ((), jnp.float32)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
-    assert any("norm" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)) == (
-        norm != "none"
-    )
+    names = [str(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+    assert any("norm" in name for name in names) == (norm != "none")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["plain", "unitscale"])
 def test_a_model_sees_no_later_character(library, tmp_path) -> None:
+    text = np.arange(1, 8, dtype=np.int32)[None]
+    changed = np.where(np.arange(7) == 4, 200, text)
     for kind in ("conv", "rnn", "attention"):
         umup = {"umup": library == "unitscale"}
         config = make(tmp_path, model={"kind": kind, "library": library}, optimizer=umup)
-        text = np.arange(1, 8, dtype=np.int32)[None]
-        changed = text.copy()
-        changed[0, 4] = 200
 
         @jit
         def losses(*texts, config=config):
@@ -147,24 +140,16 @@ def test_parameters_of_a_unit_model_learn_at_rates_of_their_role(tmp_path) -> No
         """Adam's first update is 1 for nonzero gradients, up to the rounding of 1 - b2."""
         _, rule, state = init_state(config)
         grads = jax.tree.map(lambda p: jnp.full_like(p, 1e4), state.params)  # beside eps
-        return rule.update(grads, state.opt_state, state.params)[0]
+        updates = rule.update(grads, state.opt_state, state.params)[0]
+        return jax.tree.map(lambda x: jnp.abs(x).max(), nnx.to_pure_dict(updates))
 
-    updates = first()
-
-    def largest(name: str) -> float:
-        paths = jax.tree_util.tree_leaves_with_path(updates)
-        (found,) = [x for path, x in paths if jax.tree_util.keystr(path).startswith(name)]
-        return float(jnp.abs(found).max())
-
-    width, branches = config.model.width, 2 * config.model.layers
-    mlp = "['branches'][1]['branch']['up']"
-    expected = {
-        f"{mlp}['kernel']": 1 / math.sqrt(width * branches),
-        f"{mlp}['bias']": 0.25 / math.sqrt(branches),
-        "['readout']['kernel']": 3.0,
-        "['embed']": 1 / math.sqrt(width),
-    }
-    assert {name: largest(name) for name in expected} == pytest.approx(expected, rel=1e-4)
+    found, (width, branches) = first(), (config.model.width, 2 * config.model.layers)
+    up = found["branches"][1]["branch"]["up"]
+    assert up["kernel"] == pytest.approx(1 / math.sqrt(width * branches), rel=1e-4)
+    assert up["bias"] == pytest.approx(0.25 / math.sqrt(branches), rel=1e-4)
+    assert found["readout"]["kernel"] == pytest.approx(3.0, rel=1e-4)
+    (table,) = jax.tree.leaves(found["embed"])
+    assert table == pytest.approx(1 / math.sqrt(width), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Models that are built from configs of recipe gpt."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,22 +36,6 @@ def test_matmuls_of_layers_are_converted_and_weights_are_not(make_config: MakeCo
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["model.library=unitscale", "precision.matmuls=qwix"], "plain"),
-        (["precision=scalify_float16", "precision.matmuls=qwix"], "scalify"),
-        (["lora={}"], r"lora needs init"),
-        (["precision.policy=fp8"], r"precision\.policy"),
-    ],
-)
-def test_keys_that_do_not_go_together(
-    make_config: MakeConfig, words: list[str], message: str
-) -> None:
-    with pytest.raises(RecipeError, match=message):
-        make_config(*words)
-
-
 def test_the_end_of_documents_is_that_of_the_tokenizer(make_config: MakeConfig) -> None:
     config = make_config("model.library=unitscale", "model.document_end=3")
     with pytest.raises(RecipeError, match=r"model\.document_end: expected .* None; got 3"):
@@ -74,17 +57,15 @@ def test_remat_changes_nothing(make_config: MakeConfig) -> None:
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, 1e-5, 1e-6), *taken)
 
 
-@pytest.mark.parametrize("library", ["unitscale", "plain"])
-def test_biases_of_linear_layers(library: str) -> None:
+def test_biases_of_linear_layers() -> None:
     """All six linear layers of a Transformer layer have a bias; the readout has none."""
-    model: dict[str, Any] = {"library": library, "layers": 1, "norm": "layer"}
-    optimizer = {"umup": library == "unitscale"}
-    count = {}
-    for bias in (False, True):
-        config = GPTConfig.model_validate(
-            {"name": "x", "model": model | {"bias": bias}, "optimizer": optimizer}
-        )
-        state = nnx.eval_shape(lambda config=config: nnx.state(build(config), nnx.Param))
-        names = [str(path[-1]) for path, _ in nnx.to_flat_state(state)]
-        count[bias] = names.count("bias")
-    assert count[True] - count[False] == 6
+    for library in ("unitscale", "plain"):
+        count = {}
+        for bias in (False, True):
+            model = {"library": library, "layers": 1, "norm": "layer", "bias": bias}
+            optimizer = {"umup": library == "unitscale"}
+            config = GPTConfig.model_validate({"name": "x", "model": model, "optimizer": optimizer})
+            state = nnx.eval_shape(lambda config=config: nnx.state(build(config), nnx.Param))
+            names = [str(path[-1]) for path, _ in nnx.to_flat_state(state)]
+            count[bias] = names.count("bias")
+        assert count[True] - count[False] == 6

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from recipes.config import RunConfig
 from recipes.describe import describe
@@ -20,22 +19,19 @@ from recipes.run.folder import read_metrics
 from recipes.run.state import load_trained
 from tests.products import conversions
 from tests.recipes.pretrained import change_config, change_tensors, copied, one_layer
+from unitscale.core import is_scaled
 
 from ..configs import CONFIGS
 from ..conftest import TEXT
 from ..runs import resumes_bit_for_bit
 
 LLAMA = CONFIGS / "llama" / "finetune.yaml"
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "head_dim": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-"""Sizes are multiples of 16, which FP8 kernels take."""
+
+
+# Sizes are multiples of 16, which FP8 kernels take: those of the shared folder, and of these.
 SIZES = {16: 32, 24: 32, 12: 16}
-"""Those of the shared folder's tensors, and of these."""
+SHAPE = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @pytest.fixture
@@ -83,17 +79,16 @@ def test_all_matmuls_of_layers_are_in_fp8(folder: Path) -> None:
 def test_it_learns_resumes_and_writes_a_folder(folder: Path) -> None:
     config: RunConfig = make(folder, "name=whole")
     outcome = resumes_bit_for_bit(config, make(folder, "name=stopped"))
-    losses = [
-        row["loss"] for row in read_metrics(outcome.folder / "metrics.jsonl") if "loss" in row
-    ]
+    rows = read_metrics(outcome.folder / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[0] == pytest.approx(math.log(300), rel=0.2)
     assert max(losses[-2:]) < losses[0] - 0.5
     _, state = load_trained(config, pytest.fail)
-    kept = [leaf.get_value() for _, leaf in nnx.to_flat_state(state.params)]
-    tuned = nnx.to_flat_state(load(outcome.folder / "pretrained").params)
+    kept = jax.tree.leaves(state.params, is_leaf=is_scaled)
+    tuned = jax.tree.leaves(load(outcome.folder / "pretrained").params)
     assert {leaf.dtype.name for leaf in kept} == {"float16"}
-    for own, (_, written) in zip(kept, tuned, strict=True):
-        np.testing.assert_array_equal(own.value, written.get_value())
+    for own, written in zip(kept, tuned, strict=True):
+        np.testing.assert_array_equal(own.value, written)
 
 
 @pytest.mark.slow
@@ -107,16 +102,15 @@ def test_a_parameter_has_five_bytes(folder: Path) -> None:
     assert each == pytest.approx([2, 3, 4], abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["lora={}"], r"precision\.matmuls .* needs lora null"),
-        (["lora={}", "precision.matmuls=null"], r"precision\.weights"),
-        (["precision.matmuls=qwix"], "qwix cannot be combined with init"),
-        (["model.width=16"], r"model\.width: expected 32, as in init"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_what_does_not_go_together(folder: Path, words: list[str], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        make(folder, *words)
+WRONG = {
+    "lora={}": r"precision\.matmuls .* needs lora null",
+    "lora={} precision.matmuls=null": r"precision\.weights",
+    "precision.matmuls=qwix": "qwix cannot be combined with init",
+    "model.width=16": r"model\.width: expected 32, as in init",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_does_not_go_together(folder: Path, words: str) -> None:
+    with pytest.raises(RecipeError, match=WRONG[words]):
+        make(folder, *words.split())

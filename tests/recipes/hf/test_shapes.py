@@ -15,13 +15,18 @@ from recipes.config import RopeConfig
 from recipes.errors import RecipeError
 from recipes.hf import shape_of_bert, shape_of_decoder
 from recipes.hf.plain import attend, frequencies, rotate
-from tests.recipes.make_pretrained_fixtures import LINEAR, LLAMA3
 from tests.recipes.pretrained import FIXTURES
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published.json").read_text("utf-8")
 )
 """The config.json of widely used checkpoints; of gemma-3-270m with its last two layers alone."""
+
+
+LINEAR, LLAMA3 = (
+    json.loads((FIXTURES / name / "config.json").read_text("utf-8"))["rope_parameters"]
+    for name in ("llama2", "llama3")
+)
 
 
 def read(config: dict[str, Any], folder: Path) -> Any:
