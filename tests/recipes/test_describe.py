@@ -107,51 +107,22 @@ def test_attention_is_named_with_its_reason(make_config: MakeConfig) -> None:
 
 
 @SLOW
-def test_loops_over_chunks_have_the_flops_of_all_weights(make_config: MakeConfig) -> None:
-    """All iterations count, of which XLA counts one."""
-    auto, plain = (
-        describe(
-            make_config(
-                *UNITSCALE,
-                "data.sequence_length=256",
-                "model.dropout=0.0",
-                f"model.attention_implementation={implementation}",
-            )
-        )
-        for implementation in ("auto", "plain")
-    )
-    assert auto.attention[0].startswith("chunked: 256 x 256")
-    assert auto.flops == plain.flops
-    assert auto.total.activations < plain.total.activations
-
-
-SMALL = ("model.width=16", "model.heads=2", "model.layers=4", "data.sequence_length=16")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "policy", "words"),
     [
-        ("gpt/parity.yaml", ["model.library=plain", "optimizer.umup=false", "precision=float16"]),
-        *(
-            pytest.param(name, words, marks=SLOW)
-            for name, words in (
-                ("gpt/parity.yaml", ["model.remat=layer", "model.scan=true"]),
-                ("gpt/parity.yaml", ["precision.policy=fp8_delayed", "model.dropout=0.1"]),
-                ("gpt/parity.yaml", ["model.remat=dots", NARROW[-1]]),
-                ("bert/large.yaml", []),
-            )
-        ),
+        ("gpt/parity.yaml", "float32", ["model.remat=layer", "model.scan=true"]),
+        ("gpt/parity.yaml", "fp8_delayed", ["model.dropout=0.1"]),
+        ("gpt/parity.yaml", "float32", ["model.remat=dots", NARROW[-1]]),
+        ("bert/large.yaml", "float32", []),
     ],
 )
-def test_layers_that_are_alike_are_counted_by_two(
-    name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load_config(CONFIGS / name, [*SMALL, *words])
-    facts = describe(config)
-    monkeypatch.setattr("recipes.describe._shortened", lambda config: [config])
+def test_layers_that_are_alike_are_counted_by_two(name: str, policy: str, words: list) -> None:
+    small = ("model.width=16", "model.heads=2", "model.layers=4", "data.sequence_length=16")
+    words = [*small, *words, f"precision.policy={policy}"]
+    facts = describe(load_config(CONFIGS / name, words))
+    words.append(f"precision.layers={{'*.query': {policy}}}")  # layers may differ: each is counted
+    whole = describe(load_config(CONFIGS / name, words))
     # Where a factor is 1 XLA leaves out a multiplication.
-    whole = describe(config)
     assert facts == whole._replace(flops=pytest.approx(whole.flops, rel=1e-4))
 
 

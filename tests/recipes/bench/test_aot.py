@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from recipes.bench.aot import BANDWIDTH, SMALLEST, compile_h200, h200_topology, roofline
+from recipes.bench.aot import BANDWIDTH, SMALLEST, roofline
 from recipes.bench.wire import Collective, bytes_on_wire, collectives
 from tests.quant import programs
 
@@ -127,22 +126,6 @@ def test_compiled_programs() -> None:
     assert roofline(programs.direct()).kernels[0].place == place
     with pytest.raises(ValueError, match="optimized HLO program"):
         roofline(scan.lower(w).as_text())
-
-
-@pytest.mark.h200
-def test_an_h200_runs_attention_of_cudnn_and_several_devices() -> None:
-    x = jax.ShapeDtypeStruct((8, 1024, 12, 64), jnp.bfloat16)
-
-    def loss(q):
-        y = jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")
-        return y.astype(jnp.float32).sum()
-
-    report = roofline(compile_h200(jax.grad(loss), x))
-    assert [k.kind for k in report.kernels].count("attention") == 2
-    assert report.flops == 7 * 2 * (8 * 12 * 1024 * 1024 * 64) / 2
-    mesh = Mesh(h200_topology(8).devices, ("data",))
-    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    assert "all-reduce" in (compile_h200(lambda x: jnp.sum(x, axis=0), x).as_text() or "")
 
 
 # A line, the collective's kind, type, bytes and devices, and the bytes that each device sends.

@@ -1,8 +1,5 @@
 """Character models: configs, all kinds of models, and a training run."""
 
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +12,6 @@ from recipes.cli import main
 from recipes.recipe import loss_inputs
 from recipes.registry import load_config
 from recipes.run.folder import read_metrics
-from recipes.run.state import init_state
 from recipes.sweep.points import make_points
 from tests.gradients import jit
 from unitscale import rules
@@ -130,26 +126,6 @@ def test_a_model_sees_no_later_character(library, tmp_path) -> None:
         first, whole, first_changed, whole_changed = losses(text, changed)
         assert first == first_changed
         assert whole != whole_changed
-
-
-def test_parameters_of_a_unit_model_learn_at_rates_of_their_role(tmp_path) -> None:
-    config = make(tmp_path, optimizer={"multipliers": {"readout": 3.0, "bias": 0.25}})
-
-    @jit
-    def first() -> Any:
-        """Adam's first update is 1 for nonzero gradients, up to the rounding of 1 - b2."""
-        _, rule, state = init_state(config)
-        grads = jax.tree.map(lambda p: jnp.full_like(p, 1e4), state.params)  # beside eps
-        updates = rule.update(grads, state.opt_state, state.params)[0]
-        return jax.tree.map(lambda x: jnp.abs(x).max(), nnx.to_pure_dict(updates))
-
-    found, (width, branches) = first(), (config.model.width, 2 * config.model.layers)
-    up = found["branches"][1]["branch"]["up"]
-    assert up["kernel"] == pytest.approx(1 / math.sqrt(width * branches), rel=1e-4)
-    assert up["bias"] == pytest.approx(0.25 / math.sqrt(branches), rel=1e-4)
-    assert found["readout"]["kernel"] == pytest.approx(3.0, rel=1e-4)
-    (table,) = jax.tree.leaves(found["embed"])
-    assert table == pytest.approx(1 / math.sqrt(width), rel=1e-4)
 
 
 @pytest.mark.slow

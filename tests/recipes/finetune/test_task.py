@@ -136,17 +136,6 @@ def test_weights_of_the_encoder_are_those_of_the_run(folder: Path) -> None:
         np.testing.assert_array_equal(to_array(variable.get_value()), found)
 
 
-@pytest.mark.parametrize("pooling", ["cls", pytest.param("mean", marks=pytest.mark.slow)])
-def test_padding_changes_no_score(folder: Path, pooling: str) -> None:
-    words = "classification", f"classification={{pooling: {pooling}}}"
-    short, long = (
-        tuned(folder, *words, f"data.sequence_length={n}", f"name=n{n}") for n in (8, 16)
-    )
-    model = build(short)
-    scores = [logits(model, load_data(config)) for config in (short, long)]
-    np.testing.assert_allclose(*scores, rtol=1e-4, atol=1e-5)
-
-
 def test_learning_rates_by_role_are_those_of_the_run(folder: Path) -> None:
     run = folder / "runs" / "tiny-bert"
     written = yaml.safe_load((run / "config.yaml").read_text("utf-8"))

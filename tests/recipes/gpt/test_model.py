@@ -3,9 +3,7 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -13,7 +11,6 @@ from recipes.config import GPTModelConfig
 from recipes.gpt.task import GPT
 from tests.gradients import check, jit
 from tests.modules import FLOAT64, build, model_loss
-from unitscale import optim
 
 # Each option of the model, of several values each, stands in one of them.
 TIED = {"tied_readout": True, "positions": "learned", "norm": "layer", "vocab_multiple": 16}
@@ -41,18 +38,6 @@ def test_gradients_are_constants_times_the_truth(options: dict[str, Any]) -> Non
         dropped = {"deterministic": model.config.dropout == 0}
         loss = model_loss(model, lambda m: m.loss(ids[:, :-1], ids[:, 1:], **dropped))
         check(*loss, directions=2)
-
-
-def test_every_parameter_has_a_role() -> None:
-    params = nnx.state(make({"positions": "learned", "mlp_ratio": 4.0}), nnx.Param)
-    tx = optim.umup(optax.identity(), params)
-    ones = jax.tree.map(jnp.ones_like, params)
-    updates, _ = jit(lambda ones: tx.update(ones, tx.init(params), params))(ones)
-    block = updates["stack"]["layers"][0]
-    assert block["attention_norm"]["gain"][0] == pytest.approx(4**-0.5)
-    assert block["mlp"]["up"]["kernel"][0, 0] == pytest.approx((8 * 4) ** -0.5)
-    assert updates["positions"]["embedding"][0, 0] == pytest.approx(8**-0.5)
-    assert updates["norm"]["gain"][0] == 1
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,9 @@ from recipes.config import PrecisionConfig
 from recipes.errors import RecipeError
 from recipes.images.config import ImageModelConfig
 from recipes.images.task import Plain, ViT
-from recipes.run.probe import probe
 from tests.gradients import check, jit
 from tests.modules import FLOAT64, build, model_loss
 
-FP8 = PrecisionConfig.model_validate("scalify_fp8")
 Get = Callable[[Any], np.ndarray]
 
 
@@ -84,20 +82,6 @@ def test_logits_are_those_of_numpy(kind: str, image: tuple[int, int]) -> None:
     assert (error <= terms * 2**-24 * magnitudes(model, images)).all()
 
 
-@pytest.mark.parametrize("kind", ["cnn", pytest.param("mlp", marks=pytest.mark.slow)])
-def test_fp8_is_the_plain_model_until_it_is_scaled(kind: str) -> None:
-    images, labels = jnp.asarray(draw(3, 6, 5)), jnp.arange(3)
-
-    def outputs(precision: PrecisionConfig | None) -> Any:
-        graphdef, params = nnx.split(make(kind, (6, 5), precision))
-        loss = jax.value_and_grad(lambda p: nnx.merge(graphdef, p).loss(images, labels))
-        return jax.jit(loss)(params)
-
-    plain, fp8 = (jax.tree.leaves(outputs(formats)) for formats in (None, FP8))
-    for one, other in zip(plain, fp8, strict=True):
-        np.testing.assert_array_equal(one, other, strict=True)
-
-
 def vit(image: tuple[int, int] = (8, 12), policy: Any = "float32", **shape: int) -> Any:
     small = {"kind": "vit", "patch": 4, "width": 8, "heads": 2, "layers": 1, "hidden": 16}
     config = ImageModelConfig.model_validate(small | shape)
@@ -110,22 +94,6 @@ def test_gradients_of_the_vit_are_constants_times_the_truth() -> None:
         # What all keys share, softmax takes out again.
         loss, params = model_loss(vit(policy=FLOAT64), lambda model: model.loss(images, labels))
         assert min(check(loss, params, zero=["key.bias"]).values()) > 0
-
-
-@pytest.mark.slow
-def test_the_vit_is_at_unit_size_when_it_begins() -> None:
-    shape = {"kind": "vit", "patch": 4, "width": 64, "heads": 2, "layers": 1, "hidden": 128}
-    config = ImageModelConfig.model_validate(shape)
-    model = ViT(config, (16, 16), 4, policy="float32", rngs=nnx.Rngs(0))
-    found = probe(model, draw(32, 16, 16), np.arange(32) % 4)
-    parts = [name for name in found.activations if name.count(".") < 3 and name != "readout"]
-    for name in parts:
-        assert 0.5 < found.activations[name] < 2, name
-        assert 0.2 < found.gradients[name] < 5, name
-    kernels = [name for name in found.weights if name.endswith(("embed.kernel", "readout.kernel"))]
-    assert len(kernels) == 2
-    for name in kernels:
-        assert 0.2 < found.weights[name] < 5, name
 
 
 def test_the_vit_sees_patches_and_their_places() -> None:

@@ -112,7 +112,7 @@ def test_the_first_step_is_within_rounding_of_numpy(make: MakeConfig, name: str)
 ADAM = "optimizer={name: adam, learning_rate: 0.01}"
 VIT = ("model.kind=vit", "optimizer={name: adam, umup: true, learning_rate: 0.1}")
 LEARNS = {
-    **{f"cnn-{name}": ("model.kind=cnn", words) for name, words in FORMATS.items()},
+    **{f"cnn-{name}": ("model.kind=cnn", FORMATS[name]) for name in ("plain", "fp8")},
     "mlp-float16-adam": (FORMATS["float16"], ADAM),
     "vit-fp8": (*VIT, "precision.policy=fp8"),
 }

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from recipes.errors import RecipeError
 from recipes.run.checkpoint import Checkpoints, Restored
@@ -88,32 +87,31 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
     state = {"w": jnp.arange(64 * 32.0).reshape(64, 32), "fp8": make_state(3)["fp8"]}
     axes = {"data": 4}, {"fsdp": 2, "tensor": 2}
     meshes = [make_mesh(each, devices=jax.devices()[:4]) for each in axes]
-    placed = [jax.device_put(state, param_shardings(state, mesh)) for mesh in meshes]
-    Checkpoints(tmp_path).save(1, placed[0], {}, {})
-    for like in (placed[1], state):
+    first, second = (jax.device_put(state, param_shardings(state, mesh)) for mesh in meshes)
+    Checkpoints(tmp_path).save(1, first, {}, {})
+    for like in (second, state):
         restored = restore(tmp_path, jax.tree.map(jnp.zeros_like, like))
         assert_same_bits(restored.state, state)
         assert restored.state["w"].sharding == like["w"].sharding
-    assert placed[1]["w"].sharding.spec == PartitionSpec("fsdp", "tensor")
 
 
 # Orbax abandons the other reads when it meets the damage, and asyncio warns about them later.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", ["flipped", "missing"])
+@pytest.mark.parametrize("damage", ["flipped", pytest.param("missing", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         checkpoints.save(step, make_state(step), {"at": step}, {})
-    content = (file := array_file(tmp_path, 2)).read_bytes()
-    middle = len(content) // 2
-    file.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
     if damage == "missing":
         shutil.rmtree(tmp_path / "checkpoints/2/state")
+    else:
+        content = bytearray((file := array_file(tmp_path, 2)).read_bytes())
+        content[len(content) // 2] ^= 255
+        file.write_bytes(content)
     before = sorted(tmp_path.rglob("*"))
     assert restore(tmp_path, make_state(0), read_only=True).step == 1
     assert sorted(tmp_path.rglob("*")) == before
     said: list[str] = []
-    checkpoints = Checkpoints(tmp_path)
     restored = checkpoints.restore(make_state(0), said.append)
     assert restored is not None
     assert (restored.step, restored.position) == (1, {"at": 1})
@@ -122,13 +120,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     assert re.match(r"checkpoint of step 2 is damaged: files in .*/checkpoints/2 are missing", line)
     assert "<" not in line  # no handles of Orbax's C++
     assert len(list((tmp_path / "damaged-checkpoints").glob("2-*"))) == 1  # set aside, not deleted
-    checkpoints.save(2, make_state(5), {}, {})
-    assert_same_bits(restore(tmp_path, make_state(0)).state, make_state(5))
-    for step in (1, 2):
-        array_file(tmp_path, step).write_bytes(b"")
-    with pytest.raises(RecipeError, match=r"was damaged \(steps \[2, 1\]\)"):
+    array_file(tmp_path, 1).write_bytes(b"")
+    with pytest.raises(RecipeError, match=r"was damaged \(steps \[1\]\)"):
         restore(tmp_path, make_state(0))
-    assert len(list((tmp_path / "damaged-checkpoints").glob("2-*"))) == 2
     gc.collect()  # asyncio logs what Orbax left unread, while that is captured still
 
 
@@ -138,11 +132,9 @@ def test_one_flipped_bit_is_found_or_does_no_harm(tmp_path: Path) -> None:
     """Flip bits in every file; arrays of different sizes are stored in different ways."""
     Checkpoints(tmp_path).save(1, make_state(1), {"next": 3}, {"seed": 7})
     checkpoints, random, found = Checkpoints(tmp_path, read_only=True), np.random.default_rng(0), 0
-    for file in sorted(
-        path for path in tmp_path.rglob("*") if path.stat().st_size * path.is_file()
-    ):
+    for file in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
         content = file.read_bytes()
-        for place in random.integers(len(content), size=3):
+        for place in random.integers(len(content), size=3) if content else ():
             flipped = bytearray(content)
             flipped[place] ^= 1 << random.integers(8)
             file.write_bytes(flipped)

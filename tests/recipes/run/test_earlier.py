@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes.bert.task import build as build_bert
+from recipes.bert.task import build as build_bert, load_data as load_bert_data
 from recipes.config import TOKENIZER_FILE, RunConfig
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
@@ -17,14 +17,11 @@ from recipes.run.folder import open_run
 from recipes.run.state import load_trained
 from unitscale import to_array
 
-from ..masked import bert_config, write_bert, write_run
+from ..masked import bert_config, write_bert
 from ..runs import loss_of, untrained
 
 MakeConfig = Callable[..., GPTConfig]
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
-
-
-BARE = ("model={}", "optimizer.umup=true")
 
 
 def weights(model: nnx.Module) -> dict[tuple[Any, ...], np.ndarray]:
@@ -42,21 +39,19 @@ def kept(config: RunConfig) -> tuple[str, dict[tuple[Any, ...], np.ndarray]]:
     return str(run), values(state.params)
 
 
-FORMATS = {
-    "ours": OURS,
-    "scanned": (*OURS, "model.scan=true"),
+SLOW = {
     "plain": (),
+    "scanned": (*OURS, "model.scan=true"),
     "6 bytes": (*OURS, "precision.weights=float16", "precision.min_size=0"),
-    "scalify": ("precision=scalify_float16",),
 }
-
-
-SLOW = ("plain", "6 bytes")
 
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(w, id=n, marks=[pytest.mark.slow] * (n in SLOW)) for n, w in FORMATS.items()],
+    [
+        pytest.param(("precision=scalify_float16",), id="scalify"),
+        *(pytest.param(words, id=name, marks=pytest.mark.slow) for name, words in SLOW.items()),
+    ],
 )
 def test_weights_are_those_of_the_run(make_config: MakeConfig, words: tuple[str, ...]) -> None:
     folder, expected = kept(make_config(*words))
@@ -64,14 +59,6 @@ def test_weights_are_those_of_the_run(make_config: MakeConfig, words: tuple[str,
     assert found.keys() == expected.keys()
     for path, value in expected.items():
         np.testing.assert_array_equal(found[path], value, err_msg=str(path))
-
-
-@pytest.mark.parametrize("policy", ["precision.policy=fp8_delayed"])
-def test_formats_may_be_others(make_config: MakeConfig, policy: str) -> None:
-    folder, expected = kept(make_config(*OURS))
-    found = weights(build(make_config(*OURS, f"init={folder}", "name=next", policy)))
-    for path, value in expected.items():
-        np.testing.assert_array_equal(found[path], value.astype(found[path].dtype))
 
 
 @pytest.mark.slow
@@ -88,16 +75,19 @@ def test_it_begins_where_the_run_ended_and_goes_on_without_it(make_config: MakeC
         make_config(*OURS, *words)
 
 
-def test_the_shape_need_not_be_said_again(make_config: MakeConfig) -> None:
+def test_the_shape_need_not_be_said_again_and_formats_may_be_others(
+    make_config: MakeConfig,
+) -> None:
     shape = ("model.width=24", "model.layers=2", "model.positions=learned", "model.context=32")
-    folder, _ = kept(make_config(*OURS, *shape))
-    config = make_config(f"init={folder}", "name=next", *BARE)
+    folder, expected = kept(make_config(*OURS, *shape))
+    words = (f"init={folder}", "name=next", "model={}", "optimizer.umup=true")
+    config = make_config(*words, "precision.policy=fp8_delayed")
     assert (config.model.width, config.model.layers, config.model.context) == (24, 2, 32)
-    assert config.model.library == "unitscale"
-    assert config.model.dropout == 0.0
-    assert (
-        make_config(f"init={folder}", "name=next", *BARE, "model.dropout=0.2").model.dropout == 0.2
-    )
+    assert (config.model.library, config.model.dropout) == ("unitscale", 0.0)
+    assert make_config(*words, "model.dropout=0.2").model.dropout == 0.2
+    found = weights(build(config))
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value.astype(found[path].dtype))
 
 
 def test_the_tokenizer_is_the_run_s(make_config: MakeConfig, text_file: Path) -> None:
@@ -126,32 +116,28 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("word", WRONG)
-def test_another_model_is_refused(make_config: MakeConfig, word: str) -> None:
+def test_another_model_is_refused(make_config: MakeConfig) -> None:
     folder, _ = kept(make_config("model.positions=learned"))
-    with pytest.raises(RecipeError, match=WRONG[word]):
-        make_config(f"init={folder}", "name=next", "model.positions=learned", word)
+    for word, message in WRONG.items():
+        with pytest.raises(RecipeError, match=message):
+            make_config(f"init={folder}", "name=next", "model.positions=learned", word)
 
 
 @pytest.mark.parametrize(
-    "pairs",
-    [
-        "sentence_order",
-        *(pytest.param(p, marks=pytest.mark.slow) for p in ("none", "next_sentence")),
-    ],
+    "pairs", ["sentence_order", pytest.param("next_sentence", marks=pytest.mark.slow)]
 )
 def test_a_bert_may_be_asked_something_else(tmp_path: Path, pairs: str) -> None:
     first = bert_config(write_bert(tmp_path), "data.pairs=next_sentence", "name=first")
     folder, expected = kept(first)
-    (Path(folder) / TOKENIZER_FILE).write_bytes((write_run(tmp_path) / TOKENIZER_FILE).read_bytes())
+    load_bert_data(first).save(Path(folder))
     words = (f"init={folder}", f"data.pairs={pairs}", "seed=7", "name=next")
     found = weights(build_bert(bert_config(tmp_path / "tiny-bert.yaml", *words)))
     same = {
         path[0]: bool((found[path] == value).all())
         for path, value in expected.items()
-        if path in found and path[-1] != "bias"
+        if path[-1] != "bias"
     }
-    parts = {"encoder", "dense", "norm", *(("pooler", "pair_readout") if pairs != "none" else ())}
+    parts = ("encoder", "dense", "norm", "pooler", "pair_readout")
     assert same == {part: part != "pair_readout" or pairs == "next_sentence" for part in parts}
 
 

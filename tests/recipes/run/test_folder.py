@@ -60,23 +60,18 @@ def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
     (open_run(make_config()) / "metrics.jsonl").touch()
     with pytest.raises(RecipeError, match=r"\n  seed: 0 -> 3\n  train.steps: 6 -> 9\n.*init=/"):
         open_run(make_config("seed=3", "train.steps=9"))
-    with pytest.raises(
-        RecipeError, match=r"precision.policy: float32 -> float16\n.*--convert to resume"
-    ):
-        open_run(make_config("precision.policy=float16"))
-    assert open_run(make_config("precision.policy=float16"), convert=True)
+    other = make_config("precision.policy=float16")
+    with pytest.raises(RecipeError, match=r"precision.policy: float32 -> float16\n.*--convert"):
+        open_run(other)
+    assert open_run(other, convert=True)
 
 
-def test_a_start_that_failed_binds_nobody(make_config: MakeConfig) -> None:
+def test_a_start_that_failed_binds_nobody_and_fresh_moves_aside(make_config: MakeConfig) -> None:
     open_run(make_config("seed=3"))
-    path = open_run(make_config("seed=4")) / "config.yaml"
-    path.with_name("metrics.jsonl").touch()
+    folder = open_run(make_config("seed=4"))
+    (folder / "metrics.jsonl").touch()
     with pytest.raises(RecipeError, match="seed: 4 -> 5"):
         open_run(make_config("seed=5"))
-
-
-def test_fresh_moves_aside(make_config: MakeConfig) -> None:
-    folder = open_run(make_config())
     for number in (1, 2):
         (folder / "mark").write_text(str(number))
         assert open_run(make_config("seed=9"), fresh=True) == folder

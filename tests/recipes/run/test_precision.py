@@ -12,11 +12,10 @@ from flax import nnx
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.gpt.task import build
-from recipes.run.state import LossScale, TrainState, init_state, load_trained, make_policy, plain
+from recipes.run.state import LossScale, TrainState, init_state, load_trained, make_policy
 from recipes.run.step import make_evaluation, make_train_step
 from tests.products import products
 from unitscale import nn
-from unitscale.core import ScaledArray, is_scaled
 from unitscale.nn import AmaxState
 from unitscale.quant import QuantState, Static, Unit
 
@@ -88,13 +87,6 @@ def test_the_readout_is_quantized_if_asked(make_config: MakeConfig) -> None:
         _, formats = gradients.in_loss(kernel)
         assert formats["logits_dtype"] == gradients.compute_dtype
         assert (formats["config"].cotangent, formats["config"].strategy) == ("float8_e5m2", Unit())
-
-
-def test_a_monitor_changes_policies_of_unit_scales_alone(make_config: MakeConfig) -> None:
-    monitor = "precision.monitor=0.1"
-    assert make_policy(make_config(*DELAYED, monitor).precision) == nn.as_policy("fp8_delayed")
-    assert make_policy(make_config(*FP8).precision) == nn.as_policy("fp8")
-    assert make_policy(make_config(*FP8, monitor).precision) != nn.as_policy("fp8")
 
 
 def watched(config: GPTConfig) -> tuple[list[dict], str, list[QuantState]]:
@@ -215,20 +207,6 @@ def test_losses_under_scalify_follow_the_plain_program(make_config: MakeConfig) 
     found = losses("precision=scalify_fp8")
     np.testing.assert_allclose(found, expected, rtol=2e-2)
     assert np.max(np.abs(np.asarray(found) - expected)) > 1e-6, "FP8 has an effect"
-
-
-def test_state_under_scalify_is_in_its_format(make_config: MakeConfig) -> None:
-    config = make_config("precision=scalify_float16")
-    state = init_state(config)[2]
-    leaves = jax.tree.leaves(state, is_leaf=is_scaled)
-    floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-    assert floating
-    assert all(isinstance(x, ScaledArray) and x.dtype == jnp.float16 for x in floating)
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2**-11),
-        plain(config.precision, state.params),
-        init_state(make_config())[2].params,
-    )
 
 
 def test_matmuls_of_linear_layers_are_in_fp8_under_scalify(make_config: MakeConfig) -> None:
