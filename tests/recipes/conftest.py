@@ -15,6 +15,9 @@ from .runs import without_plots
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(200))
 
 
+MakeConfig = Callable[..., GPTConfig]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Cache tokens in a temporary folder, not in the user's cache."""
@@ -67,6 +70,6 @@ def text_file(config_file: Path) -> Path:
 
 
 @pytest.fixture
-def make_config(config_file: Path) -> Callable[..., GPTConfig]:
+def make_config(config_file: Path) -> MakeConfig:
     """Load the tiny config with overrides: `make_config("train.steps=3")`."""
     return lambda *overrides: load_config(config_file, overrides)

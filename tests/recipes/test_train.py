@@ -4,9 +4,7 @@ import io
 import re
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +17,31 @@ from rich.console import Console
 
 from recipes import train as train_module
 from recipes.errors import RecipeError
-from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run.checkpoint import Checkpoints
 from recipes.run.folder import Metrics, read_metrics
-from recipes.run.state import LossScale, init_state
+from recipes.run.state import init_state, make_schedule
 from recipes.run.step import make_train_step
 from recipes.train import Outcome
 
-from .conftest import write_config
+from .conftest import MakeConfig, write_config
 from .runs import final_arrays, resumes_bit_for_bit, run, timeless
 
-MakeConfig = Callable[..., GPTConfig]
 UNITSCALE = [
     "model.library=unitscale",
     "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4}",
 ]
 PRECISIONS = {
     "plain": [],
-    "fp8": [*UNITSCALE, "precision.policy=fp8"],
     "fp8_delayed": [*UNITSCALE, "precision.policy=fp8_delayed"],
     # A learning rate at which weights saturate, so that scales move.
     "monitor": [
         "model.library=unitscale",
-        "precision.policy=fp8",
+        "precision={policy: fp8, monitor: 1e-4, rebalance: true}",
         "optimizer={umup: true, learning_rate: 1000.0}",
-        "precision.monitor=1e-4",
-        "precision.rebalance=true",
     ],
     "few bits": [
-        "model.library=unitscale",
-        "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4}",
+        *UNITSCALE,
         "precision={weights: float16, moments: [float8_e4m3fn, float8_e4m3fn], "
         "rounding: stochastic}",
     ],
@@ -95,6 +87,9 @@ def test_what_a_run_leaves_behind(finished) -> None:
     rows = read_metrics(outcome.folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
+    schedule = make_schedule(config.optimizer, 6)  # which the updates before a step decide
+    rates = [row["learning_rate"] for row in rows if "loss" in row]
+    np.testing.assert_allclose(rates, [float(np.asarray(schedule(n))) for n in range(6)])
     assert ["tokens_per_second" in row for row in rows if "loss" in row] == [False, *[True] * 5]
     assert re.search(r"step 1/6  loss [\d.]+\n", said)
     assert re.search(r"step 6/6  loss [\d.]+  [\d,]+ tokens/s\n", said)
@@ -104,7 +99,9 @@ def test_what_a_run_leaves_behind(finished) -> None:
     assert "loss.png" in last
 
 
-def test_a_run_that_lost_its_last_steps_repeats_them(finished, again: MakeConfig) -> None:
+def test_a_run_that_lost_its_last_steps_repeats_them(
+    finished, again: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a crash at step 5, the newest checkpoint is of step 3, and metrics go up to 5."""
     config, (_, first, _) = again(), finished
     folder = Path(config.train.runs_dir) / "tiny"
@@ -112,19 +109,19 @@ def test_a_run_that_lost_its_last_steps_repeats_them(finished, again: MakeConfig
     outcome, said = run(config)
     assert "resuming after step 3 of 6" in said
     assert timeless(outcome.folder) == timeless(first.folder)
-    # Finished, it is not trained again.
     metrics = (outcome.folder / "metrics.jsonl").read_bytes()
-    before = said[said.index("trained in") :]
-    for change in (lambda: None, (outcome.folder / "rms.png").unlink):  # what is lost comes again
-        change()
-        with patch.object(train_module, "_Run", wraps=train_module._Run) as built:
-            once_more, said = run(config)
-        assert built.called == (change.__name__ == "unlink")
-        assert "all 6 steps are done" in said
-        assert (said[said.index("trained in") :] == before) == (
-            not built.called
-        )  # which had a speed
-        assert once_more == outcome
+    for name in ("loss.png", "rms.png"):  # what is lost comes again
+        (folder / name).unlink()
+    with monkeypatch.context() as patch:
+        drawn: list[Path] = []
+        patch.setattr("recipes.train.plot_rms", lambda folder, _: drawn.append(folder))
+        assert run(config)[0] == outcome
+    assert drawn == [folder]
+    # Finished, it is neither trained nor built again.
+    monkeypatch.setattr("recipes.gpt.task.build", pytest.fail)
+    once_more, said = run(config)
+    assert once_more == outcome
+    assert "all 6 steps are done" in said
     assert (outcome.folder / "metrics.jsonl").read_bytes() == metrics
 
 
@@ -162,21 +159,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolera
         assert np.isfinite(array.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize(
-    ("decay", "what"),
-    [(1e6, "the update made weights that are not"), (0.0, "the validation loss is not")],
-)
-def test_a_last_update_that_ruins_the_weights_is_an_error(
-    make_config: MakeConfig, decay: float, what: str
-) -> None:
-    config = make_config(
-        "optimizer={name: adamw, learning_rate: 1e35, warmup_steps: 0, schedule: constant}",
-        f"optimizer.weight_decay={decay}",
-        "train={steps: 1, checkpoint_every: 1, eval_every: 100}",
-    )
-    with pytest.raises(RecipeError, match=f"^step 1: {what} finite; .*learning_rate") as caught:
-        run(config)
-    assert caught.value.exit_code == 1
+def test_a_last_update_that_ruins_the_weights_is_an_error(make_config: MakeConfig) -> None:
+    for decay, what in ((1e6, "the update made weights that are"), (0.0, "the validation loss is")):
+        config = make_config(
+            "optimizer={name: adamw, learning_rate: 1e35, warmup_steps: 0, schedule: constant}",
+            f"optimizer.weight_decay={decay}",
+            f"name=decay-{decay}",
+            "train={steps: 1, checkpoint_every: 1, eval_every: 100}",
+        )
+        with pytest.raises(RecipeError, match=f"^step 1: {what} not finite; ") as caught:
+            run(config)
+        assert caught.value.exit_code == 1
 
 
 def test_the_layer_that_broke_is_named(finished, again: MakeConfig) -> None:
@@ -233,21 +226,6 @@ def test_a_disk_that_fills_up_between_checkpoints(
     with pytest.raises(RecipeError, match=message) as caught:
         run(make_config())
     assert caught.value.exit_code == 1
-
-
-def test_the_rate_that_is_logged_is_that_of_the_last_update(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loss is near 5, overflows with the scales 2^127 and 2^126, and two steps are skipped."""
-    first = LossScale(jnp.float32(2.0**127), jnp.int32(0))
-    monkeypatch.setattr(LossScale, "create", lambda: first)
-    config = make_config(
-        "precision.loss_scale=dynamic",
-        "optimizer={schedule: linear, final_fraction: 0.0, learning_rate: 6e-3}",
-    )
-    rows = read_metrics(run(config)[0].folder / "metrics.jsonl")
-    rates = [row["learning_rate"] for row in rows if "loss" in row]
-    np.testing.assert_allclose(rates, [6e-3, 6e-3, 6e-3, 5e-3, 4e-3, 3e-3], rtol=1e-6)
 
 
 def test_trains_outside_the_main_thread(make_config: MakeConfig) -> None:

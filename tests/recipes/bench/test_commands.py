@@ -1,20 +1,20 @@
-"""Every benchmark runs as a command, with tiny models."""
+"""Every benchmark runs as a command, with tiny models; results are compared and written."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recipes.bench import fuzz, parallel, parity, runs, step
+from recipes.bench import parallel, parity, runs, step
+from recipes.bench.runs import Told, compare, differences, verdict
 from recipes.cli import main
-from tests.recipes.masked import write_bert
-from tests.recipes.tasks import FILES, write_tasks
-from unitscale import ScaledArray
+from recipes.errors import RecipeError
+from tests.recipes.support import TASK_FILES, write_bert, write_tasks
 
 UNIT = ("model.library=unitscale", "model.dropout=0.0", "train.steps=2", "optimizer.name=sgd")
 TINY = ("model.width=16", "model.heads=2", "model.layers=1", "model.vocab=256")
@@ -66,6 +66,7 @@ def test_scalify(bench: Any) -> None:
     words = ("model.dropout=0.0", "train.steps=8", "--rounds", "4")
     losses, cost, compiling = bench("scalify", *words)
     assert len({row["loss"] for row in losses}) == 3
+    assert all(abs(row["over reference"]) < 0.02 for row in losses[1:])
     assert cost[0]["lower quartile"] <= cost[0]["ratio"] <= cost[0]["upper quartile"]
     assert [row["storage"] for row in compiling] == ["float32", "float16"]
 
@@ -106,7 +107,7 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(runs, "trained", trained)
     monkeypatch.setattr(runs, "loss_of", lambda config: 2 / score[config.precision.policy])
     write_tasks(tmp_path, tmp_path)
-    questions, rows = (str(tmp_path / name) for name in FILES.values())
+    questions, rows = (str(tmp_path / name) for name in TASK_FILES.values())
     words = ["--config", str(write_bert(tmp_path)), "--sst2", rows, rows, "--seeds", "2"]
     loss, sst2 = bench("lms", *words)
     assert [row.get("verdict") for row in loss] == [None, "outside", "outside"]
@@ -178,25 +179,68 @@ def test_fuzz(bench: Any) -> None:
     assert all(row["within"] for row in rows)
 
 
-class WrongSine:
-    def __getattr__(self, name: str) -> Any:
-        return getattr(jnp, name)
-
-    def sin(self, x: Any) -> Any:
-        return jnp.sin(x) * 1.25
+OURS = ("precision.policy=fp8", "model.library=unitscale")
+VARIANTS = {"plain-float32": runs.plain_words(), "fp8": OURS}
 
 
-def test_fuzz_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong sine in a longer program is found, and the program shortened."""
-    given = fuzz.Input(np.float16([[1.5, -2.0], [0.25, 3.0]]), np.float32(4))
-    lines = {"v0": "i0 + 1", "v1": "jnp.sin(v0)", "v2": "v1 * 3", "v3": "abs(i1)"}
-    tried = fuzz.Program("operators", {"i0": given, "i1": given}, tuple(lines.items()))
-    assert fuzz.check(tried) is None
-    monkeypatch.setattr(fuzz, "SCALED", fuzz.SCALED | {"jnp": WrongSine()})
-    assert fuzz.check(tried)
-    small = fuzz.smaller(tried, fuzz.check)
-    assert dict(small.lines) == {"v0": "i0 + 1", "v1": "jnp.sin(v0)"}
-    assert list(small.inputs) == ["i0"]
-    space: dict[str, Any] = {"jnp": jnp, "ScaledArray": ScaledArray}
-    exec(fuzz.listing(small), space)
-    assert space["f"](space["i0"])[0].shape == (2, 2)
+def test_two_standard_errors_are_in_doubt() -> None:
+    cases = [(0.5, 0), (0.3, 0.1), (0.31, 0.1), (0.69, 0.1), (0.71, 0.1), (0.51, 0), (math.nan, 0)]
+    found = [verdict(distance, error, 0.5) for distance, error in cases]
+    assert found == ["within"] * 2 + ["not resolved"] * 2 + ["outside"] * 3
+
+
+def test_differences_are_paired_and_bounds_two_sided_but_for_no_worse() -> None:
+    ours, theirs = np.array([[1.9, 2.3, 1.2], [2.0, 2.0, 1.0]])
+    for metric, over, mean, error in (
+        ("loss", ours / theirs - 1, "over reference", "standard error"),
+        ("f1", ours - theirs, "above reference", "error above"),
+    ):
+        _, row = differences({"a": list(theirs), "b": list(ours)}, {"b": 0.1}, metric)
+        assert row[mean] == pytest.approx(over.mean())
+        assert row[error] == pytest.approx(over.std(ddof=1) / math.sqrt(3))
+        assert row["verdict"] == verdict(abs(row[mean]), row[error], 0.1)
+    values = {"float32": [2.0], "near": [1.992], "low": [1.98], "high": [2.02], "better": [1.0]}
+    bounds = {"near": 0.005, "low": 0.005, "high": 0.005, "better": 0.0}
+    found = [row.get("verdict") for row in differences(values, bounds)]
+    assert found == [None, "within", "outside", "outside", "within"]
+
+
+def test_every_text_and_seed_is_trained_once(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training is replaced by a formula for the loss; runs in float32 fail at last."""
+    seen: list[Any] = []
+
+    def loss_of(config: Any) -> float:
+        best = 0.004 if config.model.library == "plain" else 1.0
+        distance = abs(math.log2(config.optimizer.learning_rate / best))
+        return 2.0 + 0.1 * config.seed + 0.01 * distance + len(config.data.path) * 1e-3
+
+    monkeypatch.setattr(runs, "trained", lambda config, fresh: seen.append(config) or {"f1": 7.0})
+    monkeypatch.setattr(runs, "loss_of", loss_of)
+    texts = [str(tmp_path / name) for name in ("a.txt", "long.txt")]
+    told = Told(str(config_file), ["model.dropout=0.0"], 2, False, texts)
+    rates = {"plain-float32": (0.001, 0.004), "fp8": (0.5,)}
+    found = compare(VARIANTS, told, rates=rates)
+    names = [f"tiny-fp8-0.5-{text}" + seed for text in ("a", "long") for seed in ("", "-seed1")]
+    assert [config.name for config in seen[-4:]] == names
+    assert len(seen) == 8 + 4
+    plain = found.configs["plain-float32"]
+    assert [config.optimizer.learning_rate for config in plain] == [0.004] * 4  # its best
+    a, long, both, at_rates = found.tables("Loss", {"fp8": 0.1})
+    assert long.rows[0]["loss"] > a.rows[0]["loss"]
+    assert both.rows[1]["values"] == [*a.rows[1]["values"], *long.rows[1]["values"]]
+    assert [row["rate"] for row in at_rates.rows] == [0.001, 0.004, 0.5]
+
+    def failing(config: Any, fresh: bool) -> dict[str, float]:
+        if config.precision.policy == "float32":
+            raise ValueError("no memory")
+        seen.append(config)
+        return {}
+
+    monkeypatch.setattr(runs, "trained", failing)
+    with pytest.raises(RecipeError, match=r"1 of 2 runs failed: tiny-plain-float32: .*no memory"):
+        compare(VARIANTS, Told(str(config_file)))
+    assert seen[-1].name == "tiny-fp8"
+    with pytest.raises(RecipeError, match="--data"):
+        compare(VARIANTS, Told(str(config_file), data=["a/x.txt", "b/x.txt"]))

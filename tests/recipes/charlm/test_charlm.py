@@ -16,8 +16,7 @@ from recipes.sweep.points import make_points
 from tests.gradients import jit
 from unitscale import rules
 
-from ..characters import make, write
-from ..configs import CONFIGS, refuses_configs
+from ..support import CONFIGS, charlm_config, refuses_configs, write_charlm
 
 WRONG = [
     ("model.kind=mlp", r"model\.kind .*'conv', 'rnn' or 'attention'; got 'mlp'"),
@@ -39,7 +38,7 @@ test_what_is_wrong_is_named = refuses_configs(WRONG)
 @pytest.fixture
 def config_file(tmp_path):
     plain = {"library": "plain", "kind": "rnn"}
-    return write(tmp_path, model=plain, optimizer={"umup": False})
+    return write_charlm(tmp_path, model=plain, optimizer={"umup": False})
 
 
 @pytest.mark.slow
@@ -64,7 +63,7 @@ def test_branches_of_attention_have_a_tau_of_their_own(tmp_path) -> None:
     def taus(kind: str, **residual) -> list[float]:
         own = {"tau": 0.5, "attention_ratio": 0.4, **residual}
         shape = {"layers": 2, "kind": kind, "residual": own}
-        return branch_taus(make(tmp_path, model=shape).model)
+        return branch_taus(charlm_config(tmp_path, model=shape).model)
 
     assert taus("attention") == [0.2, 0.5, 0.2, 0.5]
     assert taus("conv") == [0.5] * 4
@@ -75,7 +74,9 @@ def test_branches_of_attention_have_a_tau_of_their_own(tmp_path) -> None:
 
 
 def test_the_config_of_an_earlier_version_is_read(tmp_path) -> None:
-    config = make(tmp_path, model={"residual": {"scheme": "running_mean", "attention_ratio": 0.4}})
+    config = charlm_config(
+        tmp_path, model={"residual": {"scheme": "running_mean", "attention_ratio": 0.4}}
+    )
     old = config.model_dump(mode="json")
     old["model"] |= {"residual": "running_mean", "tau": 0.5, "attention_ratio": 0.4}
     assert CharlmConfig.model_validate(CharlmConfig.upgraded(old)) == config
@@ -94,7 +95,7 @@ def test_every_model_has_a_float32_loss_and_float32_parameters(
     norm = {"conv": "pre", "gru": "post"}.get(kind, "none")
     shape = {"library": library, **mixing, "norm": norm, "residual": {"scheme": "running_mean"}}
     umup = {"umup": library == "unitscale"}
-    config = make(tmp_path, precision=policy, model=shape, optimizer=umup)
+    config = charlm_config(tmp_path, precision=policy, model=shape, optimizer=umup)
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: build(config)), nnx.Param, ...)
 
     def loss(params, rest, text):
@@ -115,7 +116,7 @@ def test_a_model_sees_no_later_character(library, tmp_path) -> None:
     changed = np.where(np.arange(7) == 4, 200, text)
     for kind in ("conv", "rnn", "attention"):
         umup = {"umup": library == "unitscale"}
-        config = make(tmp_path, model={"kind": kind, "library": library}, optimizer=umup)
+        config = charlm_config(tmp_path, model={"kind": kind, "library": library}, optimizer=umup)
 
         @jit
         def losses(*texts, config=config):
@@ -130,7 +131,7 @@ def test_a_model_sees_no_later_character(library, tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_run_is_one_of_the_loop(tmp_path, capsys) -> None:
-    path = write(tmp_path, model={"kind": "rnn"})
+    path = write_charlm(tmp_path, model={"kind": "rnn"})
     assert main(["train", str(path)]) == 0
     assert "bits" in capsys.readouterr().out
     rows = read_metrics(tmp_path / "runs" / "tiny" / "metrics.jsonl")
