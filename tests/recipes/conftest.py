@@ -65,11 +65,6 @@ def config_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def text_file(config_file: Path) -> Path:
-    return config_file.with_name("text.txt")
-
-
-@pytest.fixture
 def make_config(config_file: Path) -> MakeConfig:
     """Load the tiny config with overrides: `make_config("train.steps=3")`."""
     return lambda *overrides: load_config(config_file, overrides)

@@ -183,13 +183,10 @@ OURS = ("precision.policy=fp8", "model.library=unitscale")
 VARIANTS = {"plain-float32": runs.plain_words(), "fp8": OURS}
 
 
-def test_two_standard_errors_are_in_doubt() -> None:
+def test_differences_are_paired_and_bounds_two_sided_but_for_no_worse() -> None:
     cases = [(0.5, 0), (0.3, 0.1), (0.31, 0.1), (0.69, 0.1), (0.71, 0.1), (0.51, 0), (math.nan, 0)]
     found = [verdict(distance, error, 0.5) for distance, error in cases]
     assert found == ["within"] * 2 + ["not resolved"] * 2 + ["outside"] * 3
-
-
-def test_differences_are_paired_and_bounds_two_sided_but_for_no_worse() -> None:
     ours, theirs = np.array([[1.9, 2.3, 1.2], [2.0, 2.0, 1.0]])
     for metric, over, mean, error in (
         ("loss", ours / theirs - 1, "over reference", "standard error"),
@@ -208,7 +205,7 @@ def test_differences_are_paired_and_bounds_two_sided_but_for_no_worse() -> None:
 def test_every_text_and_seed_is_trained_once(
     config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training is replaced by a formula for the loss; runs in float32 fail at last."""
+    """Training is replaced by a formula for the loss; a run in float32 fails at last."""
     seen: list[Any] = []
 
     def loss_of(config: Any) -> float:
@@ -220,27 +217,21 @@ def test_every_text_and_seed_is_trained_once(
     monkeypatch.setattr(runs, "loss_of", loss_of)
     texts = [str(tmp_path / name) for name in ("a.txt", "long.txt")]
     told = Told(str(config_file), ["model.dropout=0.0"], 2, False, texts)
-    rates = {"plain-float32": (0.001, 0.004), "fp8": (0.5,)}
-    found = compare(VARIANTS, told, rates=rates)
+    found = compare(VARIANTS, told, rates={"plain-float32": (0.001, 0.004), "fp8": (0.5,)})
     names = [f"tiny-fp8-0.5-{text}" + seed for text in ("a", "long") for seed in ("", "-seed1")]
     assert [config.name for config in seen[-4:]] == names
     assert len(seen) == 8 + 4
     plain = found.configs["plain-float32"]
     assert [config.optimizer.learning_rate for config in plain] == [0.004] * 4  # its best
     a, long, both, at_rates = found.tables("Loss", {"fp8": 0.1})
-    assert long.rows[0]["loss"] > a.rows[0]["loss"]
     assert both.rows[1]["values"] == [*a.rows[1]["values"], *long.rows[1]["values"]]
     assert [row["rate"] for row in at_rates.rows] == [0.001, 0.004, 0.5]
 
-    def failing(config: Any, fresh: bool) -> dict[str, float]:
-        if config.precision.policy == "float32":
-            raise ValueError("no memory")
-        seen.append(config)
-        return {}
+    def failing(config: Any, fresh: bool) -> Any:
+        return {} if config.precision.policy == "fp8" else 1 / 0
 
     monkeypatch.setattr(runs, "trained", failing)
-    with pytest.raises(RecipeError, match=r"1 of 2 runs failed: tiny-plain-float32: .*no memory"):
+    with pytest.raises(RecipeError, match=r"1 of 2 runs failed: tiny-plain-float32: .*division"):
         compare(VARIANTS, Told(str(config_file)))
-    assert seen[-1].name == "tiny-fp8"
     with pytest.raises(RecipeError, match="--data"):
         compare(VARIANTS, Told(str(config_file), data=["a/x.txt", "b/x.txt"]))

@@ -228,13 +228,13 @@ def test_the_shape_need_not_be_said_again_and_formats_may_be_others(
         np.testing.assert_array_equal(found[path], value.astype(found[path].dtype))
 
 
-def test_the_tokenizer_is_the_run_s(make_config: MakeConfig, text_file: Path) -> None:
+def test_the_tokenizer_is_the_run_s(make_config: MakeConfig, tmp_path: Path) -> None:
     trained = "data.tokenizer={kind: bpe, vocab: 300}"
     first = make_config(*OURS, "model.vocab=null", trained)
     data = load_data(first)
     folder, _ = kept(first)
     data.save(Path(folder))
-    other = text_file.with_name("other.txt")
+    other = tmp_path / "other.txt"
     other.write_text("other words, and others: " * 400, "utf-8")
     words = (*OURS, f"init={folder}", "name=next", f"data.path={other}")
     for given in ((), (trained,)):

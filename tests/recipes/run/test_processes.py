@@ -2,7 +2,6 @@
 
 import logging
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -66,34 +65,6 @@ list(each([(number, {str(tmp_path)!r}) for number in range(100)], 2, takes_a_whi
 def test_a_message_is_one_line() -> None:
     assert message_of(MemoryError("no room\nat all")) == "MemoryError: no room"
     assert message_of(KeyError()) == "KeyError: "
-
-
-# Page faults of 64 MiB that are written, freed and written again, in a thread as XLA's are.
-AGAIN = """
-import ctypes, resource, threading
-from recipes.run.pool import keep_freed_memory
-
-ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a fault for each page, not for 512
-kept = keep_freed_memory()
-faults = [0]
-for _ in range(3):
-    thread = threading.Thread(target=lambda: b"1" * 2**26)
-    thread.start()
-    thread.join()
-    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-print(int(kept), (faults[-1] - faults[-2]) * resource.getpagesize() / 2**26)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc of another C library")
-def test_freed_memory_is_used_again_on_a_cpu() -> None:
-    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", AGAIN], env=environment, capture_output=True, text=True, check=True
-    )
-    kept, share = map(float, done.stdout.split())
-    assert kept
-    assert share == pytest.approx(0, abs=0.1)
 
 
 ROOT = Path(__file__).parents[3]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import datasets
 import numpy as np
@@ -242,11 +243,20 @@ def test_a_run_keeps_its_tokenizer(folder: Path, tmp_path: Path, bpe: Tokenizer)
     assert not list(tmp_path.iterdir())
 
 
-def test_padding_and_truncation_of_a_file_are_switched_off(bpe: SubwordTokenizer) -> None:
+def test_what_a_file_says_of_padding_and_special_tokens(bpe: SubwordTokenizer) -> None:
     inner = tokenizers.Tokenizer.from_str(bpe.inner.to_str())
     inner.enable_truncation(3)
     inner.enable_padding(length=3)
     np.testing.assert_array_equal(SubwordTokenizer(inner).encode(TEXT), bpe.encode(TEXT))
+    assert SubwordTokenizer(inner).start == ()
+    end = inner.token_to_id("<|endoftext|>")
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    assert SubwordTokenizer(inner).start == (end,)
+    # Gemma also has </s>, but as an HTML tag.
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "<eos>": 1, "a": 2}))
+    assert SubwordTokenizer(inner).eos == 1
 
 
 def test_tokenizers_that_do_not_fit(bpe: Tokenizer, tmp_path: Path) -> None:
@@ -257,22 +267,6 @@ def test_tokenizers_that_do_not_fit(bpe: Tokenizer, tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_bytes(raw)
         with pytest.raises(RecipeError, match=r"data\.tokenizer\.path: .*\.json"):
             SubwordTokenizer.read(tmp_path / "tokenizer.json")
-
-
-def test_the_end_of_a_document_of_gemma() -> None:
-    """Gemma also has </s>, but as an HTML tag."""
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 0, "<eos>": 1, "a": 2}))
-    assert SubwordTokenizer(inner).eos == 1
-
-
-def test_special_tokens_before_a_text(bpe: SubwordTokenizer) -> None:
-    inner = tokenizers.Tokenizer.from_str(bpe.inner.to_str())
-    assert SubwordTokenizer(inner).start == ()
-    end = inner.token_to_id("<|endoftext|>")
-    inner.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
-    )
-    assert SubwordTokenizer(inner).start == (end,)
 
 
 SIZES = {"a": 400, "b": 900, "c": 250}
@@ -458,23 +452,13 @@ def test_a_digest_tells_texts_splits_and_weights_apart() -> None:
     assert (digests[0], digests[3]) == ("d4acf856a11767b5", "ee9dc86507d3629f")
 
 
-class Words:
-    """A tokenizer in which token i is a word of i + 1 letters of two bytes."""
-
-    def decode(self, ids: Any) -> str:
-        return "".join("é" * (i + 1) for i in np.asarray(ids))
-
-
 def test_the_size_of_tokens_is_that_of_their_text() -> None:
-    tokens, words = np.array([0, 1, 2, 3, 0, 0]), Words()
+    words = MagicMock(decode=lambda ids: "".join("é" * (int(i) + 1) for i in ids))
+    tokens = np.array([0, 1, 2, 3, 0, 0])  # of two bytes for each of their letters
     one, other = Text(tokens, tokens), Text(tokens, tokens[:2], 9.0)
-
-    def size(*texts: Text, tokenizer: Any = words) -> float | None:
-        return Corpus(texts, 1, 1, tokenizer).token_size
-
-    assert size(one) == pytest.approx(2 * 12 / 6)
-    assert size(one, other) == pytest.approx((6 * 4 + 2 * 3) / 8)
-    assert size(one, tokenizer=ByteTokenizer()) is None
+    assert Corpus([one], 1, 1, words).token_size == pytest.approx(2 * 12 / 6)
+    assert Corpus([one, other], 1, 1, words).token_size == pytest.approx((6 * 4 + 2 * 3) / 8)
+    assert Corpus([one], 1, 1, ByteTokenizer()).token_size is None
 
 
 @pytest.mark.parametrize(("size", "part"), [(0, "0 train"), (300, "30 validation")])
