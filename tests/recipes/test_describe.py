@@ -86,6 +86,7 @@ def test_frozen_weights_are_counted(tmp_path: Path) -> None:
     assert other.total.activations > 2 * facts.total.activations
 
 
+@SLOW
 def test_flops_are_products_and_a_little_more(make_config: MakeConfig) -> None:
     config = make_config(
         "model={library: plain, width: 512, layers: 2, heads: 4, mlp: gated, kv_heads: 2}",

@@ -126,7 +126,7 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     words = ("--shapes", "gpt2-small", "--rows", "plain-bfloat16,fp8", "--rounds", "2")
     ((plain, fp8),) = bench("step", *words, *TINY, "data.path=null")
@@ -135,6 +135,8 @@ def test_step(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["tokens/s"] == pytest.approx(1e3 * 2 * 16 / row["ms"])
         assert row["peak MiB"] > 0 < row["kernels"]
     assert fp8["over first"] == pytest.approx(fp8["ms"] / plain["ms"])
+    assert main(["bench", "step", "--rows", "fp8", "model.width=7"]) == 2
+    assert "width 7" in capsys.readouterr().err
 
 
 def test_rows_and_shapes_are_valid() -> None:
@@ -147,7 +149,6 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path)
     monkeypatch.setattr("recipes.bench.aot.h200_available", lambda: False)
     for words, said in {
         "step --on tpu": "--on",
-        "step --rows fp8 model.width=7": "width 7",
         "h200 --rows fp7": "--rows",
         "h200 --shapes fp7": "--shapes",
         "h200": f'pip install "jax-cuda13-plugin=={jax.__version__}"',

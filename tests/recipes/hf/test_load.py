@@ -1,6 +1,6 @@
 """Models from Hugging Face folders: same logits as `transformers`, same files written, errors.
 
-`make_pretrained_fixtures.py` made the folders in `pretrained_fixtures`.
+`make_pretrained_fixtures.py` drew the weights in `pretrained_fixtures`.
 """
 
 import functools
