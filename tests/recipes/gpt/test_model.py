@@ -28,10 +28,10 @@ from recipes.text import ByteTokenizer
 from tests.gradients import check, jit
 from tests.modules import FLOAT64, build, model_loss
 from tests.products import conversions
-from tests.recipes.pretrained import change_config, change_tensors, copied, one_layer
 from unitscale.core import is_scaled
 
 from ..conftest import TEXT, MakeConfig
+from ..pretrained import change_config, change_tensors, copied, one_layer
 from ..runs import resumes_bit_for_bit
 from ..support import CONFIGS
 

@@ -20,7 +20,9 @@ from flax import nnx
 
 from recipes.errors import RecipeError
 from recipes.hf import Bert, load, save
-from tests.recipes.pretrained import (
+from unitscale import as_scaled
+
+from ..pretrained import (
     FIXTURES,
     FOLDERS,
     SHARDS,
@@ -30,7 +32,6 @@ from tests.recipes.pretrained import (
     copied,
     reference,
 )
-from unitscale import as_scaled
 
 # Differences of float32 sums in another order; a figure of the project.
 TOLERANCE = 1e-4

@@ -23,16 +23,9 @@ from recipes.hf import Frozen, adapt, chat_prompt, load, save_adapter, start_fro
 from recipes.registry import load_config
 from recipes.run.state import load_trained
 from recipes.text import SubwordTokenizer
-from tests.recipes.pretrained import (
-    FIXTURES,
-    change_config,
-    change_tensors,
-    copied,
-    one_layer,
-    reference,
-)
 
 from ..conftest import TEXT
+from ..pretrained import FIXTURES, change_config, change_tensors, copied, one_layer, reference
 
 Captured = pytest.CaptureFixture[str]
 SHIPPED = Path(__file__).parents[3] / "configs" / "gpt2" / "finetune.yaml"

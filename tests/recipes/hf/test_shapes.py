@@ -15,7 +15,8 @@ from recipes.config import RopeConfig
 from recipes.errors import RecipeError
 from recipes.hf import shape_of_bert, shape_of_decoder
 from recipes.hf.plain import attend, frequencies, rotate
-from tests.recipes.pretrained import FIXTURES
+
+from ..pretrained import FIXTURES
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published.json").read_text("utf-8")

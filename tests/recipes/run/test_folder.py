@@ -13,13 +13,7 @@ from recipes.bert.config import BertConfig
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.run.folder import (
-    existing_run,
-    locked,
-    open_metrics,
-    open_run,
-    read_metrics,
-)
+from recipes.run.folder import existing_run, locked, open_metrics, open_run, read_metrics
 from recipes.train import shown, train
 
 from ..conftest import MakeConfig

@@ -13,24 +13,15 @@ from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.run.processes import (
-    divided,
-    on_mesh,
-    open_mesh,
-    over,
-    place,
-    place_batch,
-    whole,
-)
+from recipes.run.processes import divided, on_mesh, open_mesh, over, place, place_batch, whole
 from recipes.run.state import TrainState, init_state
 from recipes.run.step import make_evaluation, make_loss, make_train_step
-from tests.recipes.conftest import write_config
 from unitscale import value_and_grad
 from unitscale.nn import AmaxState
 from unitscale.parallel import make_mesh
 from unitscale.quant import QuantState
 
-from ..conftest import MakeConfig
+from ..conftest import MakeConfig, write_config
 from ..runs import loss_of
 
 GOOD, BAD = (np.full((4, 17), i, np.int32) for i in (1, 2))
