@@ -103,7 +103,7 @@ def test_flops_are_products_and_a_little_more(make_config: MakeConfig) -> None:
     ("name", "policy", "words"),
     [
         ("gpt/parity.yaml", "float32", ["model.remat=layer", "model.scan=true"]),
-        ("gpt/parity.yaml", "fp8_delayed", ["model.dropout=0.1"]),
+        ("gpt/parity.yaml", "fp8", ["model.dropout=0.1"]),
         ("gpt/parity.yaml", "float32", ["model.remat=dots", NARROW[-1]]),
         ("bert/large.yaml", "float32", []),
     ],
