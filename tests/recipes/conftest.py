@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes import train as train_module
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 
+from .runs import without_plots
+
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(200))
+
+
+MakeConfig = Callable[..., GPTConfig]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,16 +26,9 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def plots() -> None:
-    """Request this fixture to get the plots of runs."""
-
-
 @pytest.fixture(autouse=True)
-def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip plots, which take most of the time of a tiny run."""
-    if "plots" not in request.fixturenames:
-        monkeypatch.setattr(train_module._Run, "plot", lambda run: None)
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_plots(monkeypatch.setattr)
 
 
 def short_training(folder: Path) -> dict[str, Any]:
@@ -68,11 +65,6 @@ def config_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def text_file(config_file: Path) -> Path:
-    return config_file.with_name("text.txt")
-
-
-@pytest.fixture
-def make_config(config_file: Path) -> Callable[..., GPTConfig]:
+def make_config(config_file: Path) -> MakeConfig:
     """Load the tiny config with overrides: `make_config("train.steps=3")`."""
     return lambda *overrides: load_config(config_file, overrides)

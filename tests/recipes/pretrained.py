@@ -11,11 +11,11 @@ import numpy as np
 import safetensors.flax
 import safetensors.numpy
 
-from tests.recipes.make_pretrained_fixtures import DECODERS, HERE as FIXTURES
-
+FIXTURES = Path(__file__).with_name("pretrained_fixtures")
 BERTS = ("bert-mlm", "bert-qa", "bert-classes")
 OTHERS = ("roberta-mlm", "roberta-classes", "modernbert-mlm", "modernbert-classes")
-FOLDERS = ("gpt2", *BERTS, *OTHERS, *DECODERS)
+DECODERS = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+FOLDERS = ("gpt2", *BERTS, *DECODERS, *OTHERS)
 SHARDS = {"bert-qa": 2, "llama2": 3}
 WEIGHTS = "model.safetensors"
 

@@ -2,6 +2,7 @@
 
 import io
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from recipes import train as train_module
 from recipes.config import RunConfig
 from recipes.run.checkpoint import Checkpoints
 from recipes.run.folder import Metrics, read_metrics
+from recipes.run.probe import probe
 from recipes.run.state import TrainState, formats, init_state, load_trained
 from recipes.train import Outcome, train
 
@@ -24,6 +26,23 @@ def run(config: RunConfig, **options: Any) -> tuple[Outcome, str]:
     output = io.StringIO()
     outcome = train(config, console=Console(file=output, width=300), **options)
     return outcome, output.getvalue()
+
+
+class _Later:
+    """Arguments of `probe`, which is called only to find what is not finite."""
+
+    def __init__(self, *args: Any):
+        self.args = args
+
+    def first_not_finite(self) -> str | None:
+        return probe(*self.args).first_not_finite()
+
+
+def without_plots(setattr: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Leave out plots and what they measure, which take most of the time of a tiny run."""
+    setattr(train_module, "probe", _Later)
+    for name in ("plot_loss", "plot_rms"):
+        setattr(train_module, name, lambda *args, **options: None)
 
 
 def untrained(config: RunConfig, folder: Path) -> TrainState:

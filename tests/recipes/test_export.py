@@ -1,6 +1,5 @@
 """Exporting trained models to safetensors files."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ import safetensors
 from flax import nnx
 
 from recipes.errors import RecipeError
-from recipes.gpt.config import GPTConfig
 from recipes.run.folder import open_run
 from recipes.trained import export, save_tensors
 from unitscale import ScaledArray, nn
 
+from .conftest import MakeConfig
 from .runs import untrained
 
 
@@ -23,7 +22,7 @@ def entries(path: Path) -> dict[str, Any]:
     return dict(safetensors.deserialize(path.read_bytes()))
 
 
-def test_a_run(make_config: Callable[..., GPTConfig], tmp_path: Path) -> None:
+def test_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     state = untrained(config, open_run(config))
     path = tmp_path / "new" / "model.safetensors"
@@ -41,37 +40,28 @@ def test_a_run(make_config: Callable[..., GPTConfig], tmp_path: Path) -> None:
         export(make_config("name=other"), tmp_path / "a.safetensors", pytest.fail)
 
 
-def test_a_vocabulary_is_written_without_its_padding(tmp_path: Path) -> None:
-    layers = nnx.Dict(
-        a=nn.Embed(5, 3, pad_to_multiple_of=8, rngs=nnx.Rngs(0)),
-        b=nn.Readout(3, 5, pad_to_multiple_of=8, rngs=nnx.Rngs(0)),
-    )
-    value = layers.b.kernel.get_value()
-    layers.b.kernel.set_value(ScaledArray(value / 4, jnp.float32(4)))
-    save_tensors(layers, tmp_path / "x")
-    found = entries(tmp_path / "x")
-    assert found["a.embedding"]["shape"] == [5, 3]
-    assert found["b.kernel"]["shape"] == [3, 5]
-    assert found["b.kernel"]["data"] == np.asarray(value[:, :5]).tobytes()
-
-
-def test_types_and_shared_arrays(tmp_path: Path) -> None:
+def test_types_shared_arrays_and_vocabularies_without_padding(tmp_path: Path) -> None:
     """A shared array is written under each of its paths."""
     types = {"bfloat16": "BF16", "float16": "F16", "float8_e5m2": "F8_E5M2"}
     values = {dtype: jnp.asarray([1.0, -0.5, 0.0], dtype) for dtype in types}
     box = nnx.Dict({dtype: nnx.Param(value) for dtype, value in values.items()})
     box.n = nnx.Variable(jnp.arange(3))
-    box.s = nnx.Param(ScaledArray(values["float16"], jnp.float32(0.25)))
     box.a, box.b = (nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(seed)) for seed in (0, 1))
     box.b.kernel = box.a.kernel
-    assert save_tensors(box, tmp_path / "x") == 7
+    box.table = nn.Embed(5, 3, pad_to_multiple_of=8, rngs=nnx.Rngs(0))
+    box.readout = nn.Readout(3, 5, pad_to_multiple_of=8, rngs=nnx.Rngs(0))
+    value = box.readout.kernel.get_value()
+    box.readout.kernel.set_value(ScaledArray(value / 4, jnp.float32(4)))
+    assert save_tensors(box, tmp_path / "x") == 8
     found = entries(tmp_path / "x")
     for dtype, name in types.items():
         assert found[dtype]["dtype"] == name
         assert found[dtype]["data"] == np.asarray(values[dtype]).tobytes()
     assert found["n"]["dtype"] == "I32"
-    assert np.frombuffer(found["s"]["data"], np.float32).tolist() == [0.25, -0.125, 0.0]
     assert found["a.kernel"]["data"] == found["b.kernel"]["data"]
+    assert found["table.embedding"]["shape"] == [5, 3]
+    assert found["readout.kernel"]["shape"] == [3, 5]
+    assert found["readout.kernel"]["data"] == np.asarray(value[:, :5]).tobytes()
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Errors in config files name the key, what was expected, the value, and what to do."""
 
+import operator
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,14 +14,13 @@ from recipes.gpt.config import GPTConfig
 from recipes.registry import RECIPES, load_config, valid_keys
 from recipes.run.folder import dump_config
 
-from .configs import CONFIGS, FILES, refuses_configs
 from .pretrained import FIXTURES
+from .support import CONFIGS, REQUIRED, refuses_configs
 
 # overrides, and what the message has to say
 WRONG = [
     (["train.step=5"], r"train\.step is not a key of the config; did you mean train\.steps\?"),
     (["steps=5"], r"steps is not a key of the config; did you mean train\.steps\?"),
-    (["precison=fp8"], r"precison is not a key of the config; did you mean precision\?"),
     (["policy=fp8"], r"policy is no longer a key of the config; set precision\.policy"),
     (["scalify.storage=float16"], r"storage is no longer a key .*; set precision\.scalify"),
     (["scalify.gradients=true"], r"gradients is no longer a key .*; set precision\.matmuls"),
@@ -29,9 +30,7 @@ WRONG = [
     (["optimizer={lr: 1}"], r"optimizer\.lr is not a key of the config"),
     (["train.steps=0"], r"train\.steps \(Optimizer steps\): expected greater than 0; got 0"),
     (["train.steps=true"], r"train\.steps .*expected a valid integer; got True"),
-    (["train.steps='5'"], r"train\.steps .*expected a valid integer; got '5'"),
     (["optimizer.learning_rate=.nan"], r"optimizer\.learning_rate .*finite number; got nan"),
-    (["optimizer.learning_rate=-1"], r"optimizer\.learning_rate .*greater than 0; got -1"),
     (["data.validation_fraction=1"], r"data\.validation_fraction .*less than 1; got 1"),
     (["data.tokenizer={kind: bpe, path: x}"], r"data\.tokenizer: kind file needs path"),
     (["data.tokenizer={lowercase: true}"], r"data\.tokenizer: vocab and lowercase need kind bpe"),
@@ -69,7 +68,6 @@ WRONG = [
     (["name=a/b"], r"name .*letters, digits, dot, dash and underscore.* got 'a/b'"),
     (["name=12"], r"name .*expected a valid string; got 12"),
     (["data=7"], r"data .*expected a mapping of keys to values; got 7"),
-    (["train=[1, 2]"], r"train .*expected a mapping of keys to values; got \[1, 2\]"),
     (["train.steps"], r"override 'train\.steps': expected key=value"),
     (["=5"], r"override '=5': expected key=value"),
     (["name=${foo}"], r"override 'name=\$\{foo\}': .*'foo' not found"),
@@ -94,13 +92,6 @@ def test_configs_that_come_along_are_found_by_name(
         RecipeError, match=r"quickstar.yaml does not exist.*did you mean gpt/quicks"
     ):
         load_config("gpt/quickstar.yaml")
-
-
-@pytest.mark.parametrize("vocab", ["", "vocab: null,", "vocab: 300,"])
-def test_vocab_is_the_tokenizers_unless_given(config_file: Path, vocab: str) -> None:
-    words = [f"model={{{vocab} width: 8, heads: 2}}", "data.tokenizer={kind: bpe, vocab: 280}"]
-    words += ["precision.policy=float32"]
-    assert load_config(config_file, words).model.vocab == (300 if "300" in vocab else 280)
 
 
 test_wrong_value = refuses_configs(WRONG)
@@ -157,6 +148,8 @@ def test_missing_file_suggests_a_neighbour(config_file: Path) -> None:
         (config_file.parent / "runs" / name).mkdir(parents=True)
     with pytest.raises(RecipeError, match=r"or a folder with a model; did you mean .*runs/first\?"):
         load_config(config_file.parent / "runs" / "frist")
+    with pytest.raises(RecipeError, match=r"expected a YAML file; got .*, a folder"):
+        load_config(config_file.parent)
 
 
 def test_warmup_fits_fewer_steps(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,60 +163,43 @@ def test_warmup_fits_fewer_steps(config_file: Path, capsys: pytest.CaptureFixtur
     assert not capsys.readouterr().err
 
 
-def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
-    with pytest.raises(
-        RecipeError, match=r"expected a YAML file; got .*, a folder; give the path of one"
-    ):
-        load_config(tmp_path)
+BPE = ["data.tokenizer={kind: bpe, vocab: 280}", "precision.policy=float32"]
+# overrides, a key, and its value
+SET: list[tuple[list[str], str, Any]] = [
+    (["optimizer.learning_rate=1e-4"], "optimizer.learning_rate", 1e-4),
+    (["data.path=null"], "data.path", None),
+    (["model.residual={scheme: running_mean}"], "model.residual.scheme", "running_mean"),
+    ([], "mesh", None),
+    (["mesh.data=2", "mesh.tensor=4"], "mesh.tensor", 4),
+    (["mesh.data=2", "mesh.tensor=4"], "mesh.fsdp", 1),
+    (["model={layers: 3}"], "model.width", 16),
+    # Mappings are replaced as a whole, and entries are set by their names.
+    (["optimizer.multipliers={readout: 2.0}", "optimizer.multipliers={}"], "optimizer", ...),
+    (["precision.layers={'*.out': bfloat16}", "precision.layers={}"], "precision.layers", {}),
+    (["precision.layers.*.query=bfloat16"], "precision.layers", {"*.query": "bfloat16"}),
+    (["data.path=null", "data.mixture.a/b.txt=2"], "data.mixture", {"a/b.txt": 2.0}),
+    (
+        ["sweep.grid={seed: [7]}", "sweep.grid.model.width=[16, 32]", "sweep.grid.seed=[0]"],
+        "sweep.grid",
+        {"seed": [0], "model.width": [16, 32]},
+    ),
+    # The vocabulary is the tokenizer's unless it is given.
+    ([*BPE, "model={width: 8, heads: 2}"], "model.vocab", 280),
+    ([*BPE, "model={vocab: null, width: 8, heads: 2}"], "model.vocab", 280),
+    ([*BPE, "model={vocab: 300, width: 8, heads: 2}"], "model.vocab", 300),
+]
 
 
-def test_overrides_are_yaml(config_file: Path) -> None:
-    config = load_config(
-        config_file,
-        ["optimizer.learning_rate=1e-4", "data.path=null", "model.residual={scheme: running_mean}"],
-    )
-    assert config.optimizer.learning_rate == 1e-4
-    assert config.data.path is None
-    assert config.model.residual.scheme == "running_mean"
-
-
-def test_keys_of_a_section_that_is_null(config_file: Path) -> None:
-    assert load_config(config_file).mesh is None
-    mesh = load_config(config_file, ["mesh.data=2", "mesh.tensor=4"]).mesh
-    assert mesh is not None
-    assert (mesh.data, mesh.fsdp, mesh.tensor) == (2, 1, 4)
-
-
-def test_a_section_override_keeps_its_other_keys(config_file: Path) -> None:
-    config = load_config(config_file, ["model={layers: 3}"])
-    assert (config.model.layers, config.model.width) == (3, 16)
-
-
-def test_an_empty_mapping_empties_a_section(config_file: Path) -> None:
-    words = ["optimizer.multipliers={readout: 2.0}", "optimizer.multipliers={}"]
-    assert load_config(config_file, words).optimizer == load_config(config_file).optimizer
-
-
-def test_a_mapping_takes_the_place_of_the_files(config_file: Path) -> None:
+def test_overrides(config_file: Path) -> None:
+    unchanged = load_config(config_file)
+    for words, key, value in SET:
+        get = operator.attrgetter(key)
+        expected = get(unchanged) if value is ... else value
+        assert get(load_config(config_file, words)) == expected, words
     text = config_file.read_text("utf-8").replace("data:", "data:\n  mixture: {a.txt: 3, b.txt: 1}")
-    config_file.write_text(f"precision: {{layers: {{'*.query': bfloat16}}}}\n{text}", "utf-8")
-    config = load_config(
-        config_file, ["precision.layers={}", "data.mixture={b.txt: 1}", "data.path=null"]
-    )
-    assert (config.precision.layers, config.data.mixture) == ({}, {"b.txt": 1.0})
-
-
-def test_an_entry_of_a_mapping_is_set_by_its_name(config_file: Path) -> None:
-    words = [
-        "sweep.grid.model.width=[16, 32]",
-        "precision.layers.*.query=bfloat16",
-        "sweep.grid.seed=[0]",
-    ]
-    config = load_config(config_file, ["sweep.grid={model.layers: [1], seed: [7]}", *words])
-    assert config.sweep.grid == {"model.layers": [1], "seed": [0], "model.width": [16, 32]}
-    assert config.precision.layers == {"*.query": "bfloat16"}
-    mixed = load_config(config_file, ["data.path=null", "data.mixture.a/b.txt=2"])
-    assert mixed.data.mixture == {"a/b.txt": 2.0}
+    config_file.write_text(text, "utf-8")  # the file's mapping is replaced, too
+    mixed = load_config(config_file, ["data.mixture={b.txt: 1}", "data.path=null"])
+    assert mixed.data.mixture == {"b.txt": 1.0}
 
 
 def test_dumped_config_reads_back_the_same(config_file: Path, tmp_path: Path) -> None:
@@ -267,4 +243,4 @@ def test_shipped_configs_are_valid() -> None:
     for file, tree in shipped.items():
         init = FIXTURES / ("llama3" if tree.get("init") == "llama" else "gpt2")
         own = ["data.sequence_length=32", f"init={init}"] if "init" in tree else []
-        load_config(file, FILES.get(tree.get("recipe"), own))
+        load_config(file, REQUIRED.get(tree.get("recipe"), own))

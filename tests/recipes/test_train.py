@@ -1,55 +1,54 @@
-"""Training resumes exactly, stops at the first value that is not finite, and reports."""
+"""Training resumes exactly, stops at the first value that is not finite, and reports; commands."""
 
 import io
 import re
 import shutil
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tokenizers
 import yaml
 from flax import nnx
 from rich.console import Console
 
 from recipes import train as train_module
+from recipes.bench import BENCHMARKS
+from recipes.cli import main
 from recipes.errors import RecipeError
-from recipes.gpt.config import GPTConfig
+from recipes.gpt.task import load_data
 from recipes.registry import load_config
 from recipes.run.checkpoint import Checkpoints
-from recipes.run.folder import Metrics, read_metrics
-from recipes.run.state import LossScale, init_state
+from recipes.run.folder import Metrics, open_run, read_metrics
+from recipes.run.state import init_state, make_schedule
 from recipes.run.step import make_train_step
 from recipes.train import Outcome
 
-from .conftest import write_config
-from .runs import final_arrays, resumes_bit_for_bit, run, timeless
+from .conftest import MakeConfig, write_config
+from .runs import final_arrays, resumes_bit_for_bit, run, timeless, untrained
 
-MakeConfig = Callable[..., GPTConfig]
+Captured = pytest.CaptureFixture[str]
 UNITSCALE = [
     "model.library=unitscale",
     "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4}",
 ]
 PRECISIONS = {
     "plain": [],
-    "fp8": [*UNITSCALE, "precision.policy=fp8"],
     "fp8_delayed": [*UNITSCALE, "precision.policy=fp8_delayed"],
     # A learning rate at which weights saturate, so that scales move.
     "monitor": [
         "model.library=unitscale",
-        "precision.policy=fp8",
+        "precision={policy: fp8, monitor: 1e-4, rebalance: true}",
         "optimizer={umup: true, learning_rate: 1000.0}",
-        "precision.monitor=1e-4",
-        "precision.rebalance=true",
     ],
     "few bits": [
-        "model.library=unitscale",
-        "optimizer={umup: true, learning_rate: 0.1, weight_decay: 1e-4}",
+        *UNITSCALE,
         "precision={weights: float16, moments: [float8_e4m3fn, float8_e4m3fn], "
         "rounding: stochastic}",
     ],
@@ -95,6 +94,9 @@ def test_what_a_run_leaves_behind(finished) -> None:
     rows = read_metrics(outcome.folder / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
+    rates = [row["learning_rate"] for row in rows if "loss" in row]
+    schedule = make_schedule(config.optimizer, 6)
+    np.testing.assert_allclose(rates, [float(np.asarray(schedule(n))) for n in range(6)])
     assert ["tokens_per_second" in row for row in rows if "loss" in row] == [False, *[True] * 5]
     assert re.search(r"step 1/6  loss [\d.]+\n", said)
     assert re.search(r"step 6/6  loss [\d.]+  [\d,]+ tokens/s\n", said)
@@ -104,28 +106,30 @@ def test_what_a_run_leaves_behind(finished) -> None:
     assert "loss.png" in last
 
 
-def test_a_run_that_lost_its_last_steps_repeats_them(finished, again: MakeConfig) -> None:
+def test_a_run_that_lost_its_last_steps_repeats_them(
+    finished, again: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     """After a crash at step 5, the newest checkpoint is of step 3, and metrics go up to 5."""
-    config, (_, first, _) = again(), finished
+    config, (path, first, _) = again(), finished
     folder = Path(config.train.runs_dir) / "tiny"
     (folder / "checkpoints" / "6").rename(folder / "away")
     outcome, said = run(config)
     assert "resuming after step 3 of 6" in said
     assert timeless(outcome.folder) == timeless(first.folder)
-    # Finished, it is not trained again.
-    metrics = (outcome.folder / "metrics.jsonl").read_bytes()
-    before = said[said.index("trained in") :]
-    for change in (lambda: None, (outcome.folder / "rms.png").unlink):  # what is lost comes again
-        change()
-        with patch.object(train_module, "_Run", wraps=train_module._Run) as built:
-            once_more, said = run(config)
-        assert built.called == (change.__name__ == "unlink")
-        assert "all 6 steps are done" in said
-        assert (said[said.index("trained in") :] == before) == (
-            not built.called
-        )  # which had a speed
-        assert once_more == outcome
-    assert (outcome.folder / "metrics.jsonl").read_bytes() == metrics
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    # What is lost comes again.
+    (folder / "rms.png").unlink()
+    drawn: list[Path] = []
+    monkeypatch.setattr("recipes.train.plot_rms", lambda folder, _: drawn.append(folder))
+    assert run(config)[0] == outcome
+    assert drawn == [folder]
+    # Finished, it is neither trained nor built again.
+    monkeypatch.setattr("recipes.gpt.task.build", pytest.fail)
+    assert main(["train", str(path), f"train.runs_dir={folder.parent}"]) == 0
+    said = capsys.readouterr().out
+    assert "all 6 steps are done" in said
+    assert f"validation loss {outcome.validation_loss:.4f}" in said
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_another_config_is_not_resumed_and_fresh_moves_the_old_run(again: MakeConfig) -> None:
@@ -162,21 +166,17 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolera
         assert np.isfinite(array.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize(
-    ("decay", "what"),
-    [(1e6, "the update made weights that are not"), (0.0, "the validation loss is not")],
-)
-def test_a_last_update_that_ruins_the_weights_is_an_error(
-    make_config: MakeConfig, decay: float, what: str
-) -> None:
-    config = make_config(
-        "optimizer={name: adamw, learning_rate: 1e35, warmup_steps: 0, schedule: constant}",
-        f"optimizer.weight_decay={decay}",
-        "train={steps: 1, checkpoint_every: 1, eval_every: 100}",
-    )
-    with pytest.raises(RecipeError, match=f"^step 1: {what} finite; .*learning_rate") as caught:
-        run(config)
-    assert caught.value.exit_code == 1
+def test_a_last_update_that_ruins_the_weights_is_an_error(make_config: MakeConfig) -> None:
+    for decay, what in ((1e6, "the update made weights that are"), (0.0, "the validation loss is")):
+        config = make_config(
+            "optimizer={name: adamw, learning_rate: 1e35, warmup_steps: 0, schedule: constant}",
+            f"optimizer.weight_decay={decay}",
+            f"name=decay-{decay}",
+            "train={steps: 1, checkpoint_every: 1, eval_every: 100}",
+        )
+        with pytest.raises(RecipeError, match=f"^step 1: {what} not finite; ") as caught:
+            run(config)
+        assert caught.value.exit_code == 1
 
 
 def test_the_layer_that_broke_is_named(finished, again: MakeConfig) -> None:
@@ -193,27 +193,6 @@ def test_the_layer_that_broke_is_named(finished, again: MakeConfig) -> None:
     Checkpoints(folder).save(3, restored.state, restored.position, restored.facts)
     with pytest.raises(RecipeError, match=r"step 4: .* is the output of layers\.0\.mlp\.up;"):
         run(config)
-
-
-def test_a_step_that_is_not_finite_changes_nothing(make_config: MakeConfig) -> None:
-    graphdef, optimizer, state = init_state(make_config())
-    step = make_train_step(graphdef, optimizer)
-    batch = np.zeros((4, 17), np.int32)
-    first = jax.tree.map(np.asarray, state.params)
-    state, _ = step(state, batch, np.int32(1))  # one was left out before
-    assert state.step == 0
-    jax.tree.map(np.testing.assert_array_equal, first, state.params)
-    state, values = step(state, batch, np.int32(0))
-    assert np.isfinite(values["loss"])
-    assert state.step == 1
-    kernel = state.params["embed"]["embedding"]
-    kernel[...] = kernel[...].at[0, 0].set(jnp.nan)
-    before = jax.tree.map(lambda leaf: np.asarray(leaf), (state.params, state.opt_state))
-    state, values = step(state, batch, np.int32(1))
-    assert not np.isfinite(values["loss"])
-    state, _ = step(state, batch, np.int32(2))
-    assert state.step == 1
-    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state))
 
 
 def test_the_step_is_that_of_plain_jax(make_config: MakeConfig) -> None:
@@ -234,52 +213,22 @@ def test_the_step_is_that_of_plain_jax(make_config: MakeConfig) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), expected, new.params)
 
 
-@pytest.mark.slow
-def test_another_text_is_not_resumed(make_config: MakeConfig, text_file: Path) -> None:
-    words = "data.tokenizer={kind: bpe, vocab: 270}", "model.vocab=270"
-    outcome, _ = run(make_config(*words))
-    tokenizer = (outcome.folder / "tokenizer.json").read_bytes()
-    text_file.write_text(text_file.read_text("utf-8").upper(), encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"data: it is not what .* was trained on"):
-        run(make_config(*words))
-    assert (outcome.folder / "tokenizer.json").read_bytes() == tokenizer
-
-
-def test_the_run_folder_cannot_be_made(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_and_a_disk_that_fills_up(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(RecipeError, match=r"train\.runs_dir: cannot write the run folder"):
         run(make_config(f"train.runs_dir={tmp_path / 'file'}"))
 
-
-def test_a_disk_that_fills_up_between_checkpoints(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def full(self: Metrics, step: int, **values: float) -> None:
         if step == 5:
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Metrics, "write", full)
-    message = (
-        r"cannot write to .*tiny: No space left on device; the checkpoint of step 3 is untouch"
-    )
+    message = "cannot write to .*tiny: No space left on device; the checkpoint of step 3 is untouch"
     with pytest.raises(RecipeError, match=message) as caught:
         run(make_config())
     assert caught.value.exit_code == 1
-
-
-def test_the_rate_that_is_logged_is_that_of_the_last_update(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loss is near 5, overflows with the scales 2^127 and 2^126, and two steps are skipped."""
-    first = LossScale(jnp.float32(2.0**127), jnp.int32(0))
-    monkeypatch.setattr(LossScale, "create", lambda: first)
-    config = make_config(
-        "precision.loss_scale=dynamic",
-        "optimizer={schedule: linear, final_fraction: 0.0, learning_rate: 6e-3}",
-    )
-    rows = read_metrics(run(config)[0].folder / "metrics.jsonl")
-    rates = [row["learning_rate"] for row in rows if "loss" in row]
-    np.testing.assert_allclose(rates, [6e-3, 6e-3, 6e-3, 5e-3, 4e-3, 3e-3], rtol=1e-6)
 
 
 def test_trains_outside_the_main_thread(make_config: MakeConfig) -> None:
@@ -292,3 +241,124 @@ def test_trains_outside_the_main_thread(make_config: MakeConfig) -> None:
     thread.join()
     for part in ("100%", "2/2 loss ", "step 1  validation loss", "trained in float32"):
         assert part in output.getvalue()
+
+
+def test_evaluate_and_generate(finished, capsys: Captured) -> None:
+    path = str(finished[0])
+    assert main(["evaluate", path]) == 0
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"step 6  validation loss [\d.]+ nats per token, [\d.]+ bits\n", said)
+    command = ["generate", path, "--prompt", "line", "--tokens", "40"]
+    assert main([*command, "--seed", "1", "--temperature", "0.8", "--top-k", "5"]) == 0
+    assert capsys.readouterr().out.startswith("line")
+    assert main([*command, "--temperature", "0"]) == 0
+    greedy = capsys.readouterr().out
+    assert main([*command, "--top-k", "1", "--seed", "9"]) == 0
+    assert capsys.readouterr().out == greedy
+
+
+def test_a_run_is_used_with_its_own_tokenizer(config_file: Path, capsys: Captured) -> None:
+    words = [str(config_file), "data.tokenizer={kind: bpe, vocab: 300}", "model.vocab=300"]
+    config = load_config(words[0], words[1:])
+    untrained(config, folder := open_run(config))
+    load_data(config).save(folder)
+    # Of the config only the number of ids is read: the text that it names is another by now.
+    words[1] = "data.tokenizer={kind: wordpiece, vocab: 300}"
+    config_file.with_name("text.txt").write_text("line of another text\n" * 300, "utf-8")
+    capsys.readouterr()
+    assert main(["evaluate", *words]) == 0
+    assert main(["generate", *words, "--prompt", "line 7: naïve", "--tokens", "5"]) == 0
+    assert "line 7: naïve" in capsys.readouterr().out
+    own = folder / "tokenizer.json"
+    own.rename(own.with_suffix(".away"))
+    assert main(["generate", *words]) == 2
+    assert "tokenizer.json cannot be read: No such file" in capsys.readouterr().err
+    inner = tokenizers.Tokenizer.from_file(str(own.with_suffix(".away")))
+    inner.add_tokens(["one more"])
+    inner.save(str(own))
+    assert main(["generate", *words]) == 2
+    assert "at most the 300 ids that the model has; got a token" in capsys.readouterr().err
+
+
+def test_a_folder_is_the_run_in_it_wherever_it_was_moved(
+    finished, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished[1].folder, tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", "moved"]) == 0
+    assert "step 6  validation loss" in capsys.readouterr().out
+    shutil.rmtree("moved/checkpoints")
+    assert main(["evaluate", "moved"]) == 2
+    assert "moved has no checkpoint; train it first" in capsys.readouterr().err
+    assert main(["train", "moved"]) == 2
+    assert "got moved, a folder; give moved/config.yaml" in capsys.readouterr().err
+
+
+def test_evaluate_on_another_text(finished, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "other.txt").write_text("something else " * 100, encoding="utf-8")
+    losses = []
+    for words in ((), (f"data.path={tmp_path / 'other.txt'}",)):
+        assert main(["evaluate", str(finished[0]), *words]) == 0
+        *notes, loss = capsys.readouterr().out.splitlines()
+        losses.append(loss)
+    assert notes == ["this is not the data that the run was trained on; its loss differs"]
+    assert losses[0] != losses[1]
+
+
+# arguments after the config, and what standard error has to say
+WRONG = [
+    (["train", "train.stepz=3"], r"error: override 'train.stepz=3': train.stepz is not a key"),
+    (["train", "data.path=/nowhere"], "error: data.path: /nowhere does not exist; give"),
+    (["train", "--nonsense"], "No such option"),
+    (["finetune"], "error: init: expected a pretrained model to tune; got none in"),
+    (["train", "--processes", "2"], "error: processes: unitscale.parallel.initialize: coordinator"),
+    (["evaluate"], "error: name: no run at"),
+    (["generate", "name=other"], "error: name: no run at"),
+    (["generate", "--tokens", "0"], "Invalid value for '--tokens'"),
+    (["generate", "--temperature", "-1"], "Invalid value for '--temperature'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: str(value)[:30])
+def test_wrong_input(
+    config_file: Path, capsys: Captured, arguments: list[str], message: str
+) -> None:
+    command, *rest = arguments
+    assert main([command, str(config_file), *rest]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert "Traceback" not in output.err
+    assert not output.out
+    assert not (config_file.parent / "runs").exists()
+    if "data.path" in message:
+        with pytest.raises(RecipeError, match="does not exist"):
+            main([command, str(config_file), *rest, "--traceback"])
+
+
+def test_a_model_that_is_not_the_runs(finished, capsys: Captured) -> None:
+    path = str(finished[0])
+    for command in ("evaluate", "generate"):
+        assert main([command, path, "model.layers=2"]) == 2
+        assert "model.layers: 1 -> 2" in capsys.readouterr().err
+    assert main(["generate", path, "--prompt", ""]) == 2
+    assert "error: --prompt: expected at least one character" in capsys.readouterr().err
+
+
+def test_help(capsys: Captured) -> None:
+    for words in ([], ["train"], ["bench"], *(["bench", name] for name in BENCHMARKS)):
+        assert main([*words, "--help"]) == 0
+        assert " ".join(["python -m recipes", *words]) in capsys.readouterr().out
+    assert main(["bench", "nonsense"]) == 2
+
+
+def test_module_entry_point_and_exit_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes", "train", "nowhere.yaml"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: config file nowhere.yaml does not exist;")
+    assert done.stdout == ""

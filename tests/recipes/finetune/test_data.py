@@ -1,7 +1,7 @@
-"""Rows and questions of files become records with the layout of the tokenizer."""
+"""Rows and questions of files become records; best answers and scores by definition."""
 
-import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from tokenizers import processors
 
 from recipes.errors import RecipeError
+from recipes.finetune import scores as scoring
 from recipes.finetune.config import ClassificationConfig, DataConfig, SquadConfig
 from recipes.finetune.data import (
     Answer,
@@ -26,7 +27,7 @@ from recipes.finetune.data import (
     with_answers,
 )
 
-from ..wordpiece import WORDS, make_tokenizer
+from ..support import WORDS, make_tokenizer
 
 
 def write(folder: Path, name: str, text: str | bytes) -> str:
@@ -95,21 +96,6 @@ def test_labels(tmp_path: Path) -> None:
             assert ordered == (known if {*known} == {*names} else names)
 
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-
-
-@given(st.lists(st.tuples(TEXT, st.sampled_from(["0", "1"])), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=10)
-def test_any_text_survives_csv(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
-) -> None:
-    path = tmp_path_factory.mktemp("csv") / "rows.csv"
-    rows = [*rows, ("", "0"), ("", "1")]
-    with path.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([("sentence", "label"), *rows])
-    assert [(row.text, row.label) for row in load(str(path)).train] == rows
-
-
 # name of the file, content, columns, and what the message has to name
 WRONG: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a.tsv", "sentence\tlabel\none\t0\n\ntwo\n", {}, r":4: expected 2 fields"),
@@ -154,35 +140,49 @@ def records(rows=SINGLE, length: int = 6, tokenizer: Any = None, mark: bool = Fa
     return make_classification_records(data, rows, tokenizer or make_tokenizer(), length, mark)
 
 
-@pytest.mark.parametrize("rows", [SINGLE, PAIRS], ids=["single", "pairs"])
-@pytest.mark.parametrize("length", [16, 6])
-def test_records(rows: list[Row], length: int) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.enable_truncation(length)
-    tokenizer.enable_padding(length=length)
-    made = records(rows, length)
-    assert made.arrays["segments"].dtype == np.int8
-    assert {array.dtype for array in made[0].values()} == {np.dtype(np.int32)}
-    for record, row in zip(made, rows, strict=True):
-        expected = tokenizer.encode(row.text, row.pair)
-        assert record["ids"].tolist() == expected.ids
-        assert record["segments"].tolist() == expected.type_ids
-        assert record["mask"].tolist() == expected.attention_mask
-        assert LABELS[record["label"]] == row.label
-    least = 3 if rows == SINGLE else 5
-    records(rows, least)
-    with pytest.raises(RecipeError, match=rf"data\.sequence_length: .* at least {least}, .* got"):
-        records(rows, least - 1)
+def template(single: str, pair: str) -> processors.TemplateProcessing:
+    special = [("[CLS]", 2), ("[SEP]", 3)]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+
+
+LAYOUTS = {
+    "bert": make_tokenizer().post_processor,
+    "roberta": processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2)),
+    "uneven": template("[CLS] $A [SEP]", "[CLS] $A:1 [SEP]:0 $B:2 [SEP]:3"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_records(layout: str) -> None:
+    for rows, least in ((SINGLE, 3), (PAIRS, 5 + (layout == "roberta"))):
+        for length in (16, 6):
+            tokenizer = make_tokenizer()
+            tokenizer.post_processor = LAYOUTS[layout]  # type: ignore[assignment]
+            made = records(rows, length, tokenizer)
+            assert tokenizer.padding is tokenizer.truncation is None  # as before
+            assert made.arrays["segments"].dtype == np.int8
+            assert {array.dtype for array in made[0].values()} == {np.dtype(np.int32)}
+            tokenizer.enable_truncation(length)
+            tokenizer.enable_padding(length=length)
+            for record, row in zip(made, rows, strict=True):
+                expected = tokenizer.encode(row.text, row.pair)
+                assert record["ids"].tolist() == expected.ids
+                assert record["segments"].tolist() == expected.type_ids
+                assert record["mask"].tolist() == expected.attention_mask
+                assert LABELS[record["label"]] == row.label
+        tokenizer.no_truncation()
+        records(rows, least, tokenizer)
+        with pytest.raises(
+            RecipeError, match=rf"data\.sequence_length: .* at least {least}, .* got"
+        ):
+            records(rows, least - 1, tokenizer)
 
 
 def test_batches_and_digest() -> None:
     made = records()
     first, last = made.batches(2)
-    assert first["label"].tolist() == [1, 0]
-    assert last["label"].tolist() == [2, 2]
+    assert (first["label"].tolist(), last["label"].tolist()) == ([1, 0], [2, 2])
     assert last["mask"].tolist() == [[1, 1, 0, 0, 0, 0]] * 2
-    (whole,) = made.batches(3)
-    assert whole["label"].tolist() == [1, 0, 2]
     others = [
         records([SINGLE[1], *SINGLE[1:]]),
         records([Row("the mine opened", None, "c", 2), *SINGLE[1:]]),
@@ -201,31 +201,6 @@ def test_what_two_texts_share_has_the_segment_of_the_first() -> None:
     assert marked["segments"][0].tolist() == [0] * 9 + [1] * 2 + [0] * 3
     np.testing.assert_array_equal(plain["ids"], marked["ids"])
     assert not records(SINGLE, mark=True).arrays["segments"].any()  # one text has nothing to share
-
-
-CLS, SEP = ("[CLS]", 2), ("[SEP]", 3)
-
-
-def template(single: str, pair: str) -> processors.TemplateProcessing:
-    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=[CLS, SEP])
-
-
-@pytest.mark.parametrize(
-    "processor",
-    [
-        processors.RobertaProcessing(SEP, CLS),
-        template("[CLS] $A", "[CLS] $A:1 [SEP]:0 $B:2 [SEP]:3"),
-    ],
-)
-def test_layouts(processor: Any) -> None:
-    """The tokenizer that is passed in does not change."""
-    tokenizer = make_tokenizer()
-    tokenizer.post_processor = processor  # type: ignore[assignment]
-    expected = tokenizer.encode("the mine", "open")
-    made = records([Row("the mine", "open", "a", 1)], 10, tokenizer).arrays
-    assert made["ids"][0].tolist() == expected.ids + [0] * (10 - len(expected))
-    assert made["segments"][0, : len(expected)].tolist() == expected.type_ids
-    assert tokenizer.padding is tokenizer.truncation is None
 
 
 # SQuAD
@@ -340,18 +315,7 @@ def test_labels_cover_the_first_answer() -> None:
     assert labelled_texts(made) == [*ANSWERS.values(), None, "1901", None]
 
 
-def test_a_part_of_an_answer_is_no_answer() -> None:
-    made = features(ask("opened in 1878"), length=18)
-    texts = labelled_texts(made)
-    assert set(texts) == {None, "opened in 1878"}
-    start = CONTEXT.index("opened")
-    ends = [(window.offsets[0, 0], window.offsets[-1, 1]) for window in made.windows]
-    assert any(start < first < start + 14 for first, _ in ends), "a window begins inside"
-    for (first, last), text in zip(ends, texts, strict=True):
-        assert (first <= start and last >= start + 14) == (text is not None)
-
-
-@pytest.mark.parametrize(("length", "most"), [(24, 8), (20, 4), (16, 3)])
+@pytest.mark.parametrize(("length", "most"), [(24, 8), (16, 3)])
 def test_windows_are_those_of_the_library(length: int, most: int) -> None:
     """Windows overlap by half, and long questions are cut."""
     texts = ["when did mine open", "when?"]
@@ -361,21 +325,18 @@ def test_windows_are_those_of_the_library(length: int, most: int) -> None:
         reference = make_tokenizer()
         question = reference.encode(text, add_special_tokens=False)
         size = min(most, len(question))
-        room = length - 3 - size
-        reference.enable_truncation(length, stride=room // 2, strategy="only_second")
+        stride = (length - 3 - size) // 2
+        reference.enable_truncation(length, stride=stride, strategy="only_second")
         first = reference.encode(text[: question.offsets[size - 1][1]], CONTEXT)
         encodings += [(number, one) for one in (first, *first.overflowing)]
-    assert len(made.records) == len(encodings) > 3
-    for record, window, (number, encoding) in zip(
-        made.records, made.windows, encodings, strict=True
-    ):
-        count = len(encoding)
-        assert record["ids"][:count].tolist() == encoding.ids
-        assert record["segments"][:count].tolist() == encoding.type_ids
-        assert record["mask"].sum() == count
-        context = [i for i, part in enumerate(encoding.sequence_ids) if part == 1]
+    assert len(made.records) > 3
+    for record, window, (number, own) in zip(made.records, made.windows, encodings, strict=True):
+        assert record["ids"][: len(own)].tolist() == own.ids
+        assert record["segments"][: len(own)].tolist() == own.type_ids
+        assert record["mask"].sum() == len(own)
+        context = [i for i, part in enumerate(own.sequence_ids) if part == 1]
         assert (window.question, window.first) == (number, context[0])
-        assert window.offsets.tolist() == [list(encoding.offsets[i]) for i in context]
+        assert window.offsets.tolist() == [list(own.offsets[i]) for i in context]
 
 
 def test_short_windows() -> None:
@@ -404,16 +365,201 @@ def test_every_answer_is_in_some_window(data: st.DataObject) -> None:
 def test_windows_without_the_answer_are_thinned() -> None:
     made = features(ask("1878"), ask(None), ask("closed"), length=20)
 
-    def found(source):
-        return [(r["ids"].tolist(), int(r["start"]), int(r["end"])) for r in source]
+    def found(source) -> tuple[list[Any], list[Any]]:
+        """Return the records with an answer, and those without."""
+        seen = [(int(r["start"]), int(r["end"]), r["ids"].tolist()) for r in source]
+        return [r for r in seen if r[0]], [r for r in seen if not r[0]]
 
-    every = found(made.records)
-    held, without = ([r for r in every if bool(r[1]) == own] for own in (True, False))
-    assert len(held) > 1
+    held, without = found(made.records)
     for others, count in ((0.0, 0), (1.0, len(held)), (100.0, len(without))):
-        thinned = found(with_answers(made.records, others, seed=0))
-        assert [record for record in thinned if record[1]] == held
-        rest = [record for record in thinned if not record[1]]
+        thinned = with_answers(made.records, others, seed=0)
+        assert found(thinned) == found(with_answers(made.records, others, seed=0))
+        assert found(thinned)[0] == held
+        rest = found(thinned)[1]
         assert len(rest) == count
         assert all(record in without for record in rest)
-        assert thinned == found(with_answers(made.records, others, seed=0))
+
+
+LENGTH = 24
+
+
+def question(name: str, *answers: str, context: str = "") -> Question:
+    found = [Answer(text=text, answer_start=max(context.find(text), 0)) for text in answers]
+    context = context or " ".join(answers)
+    return Question(id=name, question="when did it open?", context=context, answers=found)
+
+
+def make(*questions: Question) -> SquadFeatures:
+    squad = SquadConfig(max_question_length=6)
+    return make_squad_features(questions, make_tokenizer(), LENGTH, squad)
+
+
+FEATURES = make(
+    *(question(str(i), context=text) for i, text in enumerate((CONTEXT, CONTEXT[:31], "8" * 40)))
+)
+
+
+@pytest.mark.parametrize("longest", [1, 4, 100])
+def test_answers_are_the_best_of_all_spans(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "LONGEST", longest)
+    shape = (len(FEATURES.windows), LENGTH, 2)
+    logits = np.random.default_rng(longest).normal(size=shape).astype(np.float32)
+    expected, nulls = {}, {}
+    for (start, end), window in zip(logits.swapaxes(1, 2), FEATURES.windows, strict=True):
+        asked = FEATURES.questions[window.question]
+        nulls.setdefault(asked.id, []).append(float(start[0]) + float(end[0]))
+        for i in range(len(window.offsets)):
+            for j in range(i, min(i + longest, len(window.offsets))):
+                text = asked.context[window.offsets[i, 0] : window.offsets[j, 1]]
+                score = float(start[window.first + i]) + float(end[window.first + j])
+                expected[asked.id] = max(expected.get(asked.id, (-np.inf, "")), (score, text))
+    empty = make(question("one", context=" "))
+    assert scoring.predict_answers(empty, logits[:1])["one"] == ("", 0.0)
+    found = scoring.predict_answers(FEATURES, logits)
+    assert list(found) == ["0", "1", "2"]
+    assert len(FEATURES.windows) > 6
+    for name, (score, text) in expected.items():
+        assert found[name] == (text, min(nulls[name]) - score)
+
+
+@pytest.mark.parametrize("version", ["v1.1", "v2.0"])
+def test_a_model_that_has_learned_its_labels_is_right(version: str, tmp_path: Path) -> None:
+    asked = [
+        question(text, text, context=CONTEXT) for text in ("1901", "closed", "The copper mine")
+    ]
+    if version == "v2.0":
+        asked.append(question("none", context=CONTEXT))
+    made = make(*asked)
+    (batch,) = made.records.batches(len(made.records))
+    start, end = (np.eye(LENGTH)[batch[name]] for name in ("start", "end"))
+    # A window with the answer outweighs those without, where [CLS] does.
+    start[start[:, 0] == 0] *= 10
+    start[[window.question == 3 for window in made.windows], 0] = 20.0
+    found = scoring.predict_answers(made, np.stack([start, end], -1))
+    scoring.write_answers(tmp_path, asked, found)
+    texts = json.loads((tmp_path / "predictions.json").read_text("utf-8"))
+    assert texts == {q.id: q.id if q.answers else "" for q in asked}
+    report = scoring.score_answers(asked, found)
+    if version == "v1.1":
+        assert report == {"exact_match": 100.0, "f1": 100.0}
+        assert not (tmp_path / "null_odds.json").exists()
+    else:
+        assert {report[name] for name in ("exact", "NoAns_f1", "HasAns_f1")} == {100.0}
+        odds = json.loads((tmp_path / "null_odds.json").read_text("utf-8"))
+        assert odds == {name: above for name, (_, above) in found.items()}
+
+
+NORMAL = [
+    ("The Main Building", "main building"),
+    ("an a the", ""),
+    ("theatre, Anthem", "theatre anthem"),  # articles are whole words
+    ("a-b", "ab"),  # punctuation goes first, so "a" is no word here
+    ("1878–1901", "1878–1901"),  # punctuation is that of ASCII
+    ("the “a” team", "“ ” team"),  # ... and other marks end a word
+]
+# prediction, answer, exact match, F1 of v1.1, F1 of v2.0
+MATCHES = [
+    ("Broncos Denver", "Denver Broncos", 0, 1, 1),  # F1 has no order
+    ('"duty"', "duty", 1, 1, 1),
+    ("Y. pestis", "the mechanism by which Y. pestis was usually transmitted", 0, 0.4, 0.4),
+    ("gold gold gold", "gold", 0, 0.5, 0.5),  # a word counts as often as it is
+    ("", "gold", 0, 0, 0),
+    ("the", "an", 1, 0, 1),  # no words on either side: where the versions differ
+    ("gold", "", 0, 0, 0),
+]
+
+
+def test_exact_match_and_f1() -> None:
+    assert [scoring.normalize(text) for text, _ in NORMAL] == [expected for _, expected in NORMAL]
+    for prediction, answer, exact, v1, v2 in MATCHES:
+        assert scoring.exact_match(prediction, answer) == exact
+        # A division and two products round by 2**-53 each.
+        assert scoring.f1(prediction, answer) == pytest.approx(v1, rel=2**-50)
+        assert scoring.f1(prediction, answer, empty=1.0) == pytest.approx(v2, rel=2**-50)
+
+
+def test_v1_takes_the_best_answer_and_counts_every_question() -> None:
+    questions = [
+        question("one", "Levi's Stadium", "Santa Clara, California"),
+        question("two", "gold and black", "black"),
+        question("three", "gold"),
+        question("four", "the"),
+    ]
+    texts = ("Santa Clara California", "black and blue", "", "the")
+    found = {q.id: (text, 1.0) for q, text in zip(questions, texts, strict=True)}
+    # exact: 1, 0, 0, 1; F1: 1, 2/3 (of "gold and black"), 0, 0 (no words)
+    assert scoring.score_answers(questions, found) == {
+        "exact_match": 50.0,
+        "f1": pytest.approx(100 * (1 + 2 / 3) / 4, rel=2**-50),
+    }
+
+
+MIXED = [
+    question("name", "Denver Broncos"),
+    question("place", "Levi's Stadium at Santa Clara", "Santa Clara"),
+    question("gold"),
+    question("ore"),
+    question("number", "50"),
+]
+TEXTS = ("the Denver Broncos", "Santa Clara, California", "gold", "ore", "fifty")
+
+
+def odds(*values: float) -> dict[str, tuple[str, float]]:
+    return {q.id: (text, odd) for q, text, odd in zip(MIXED, TEXTS, values, strict=True)}
+
+
+def test_reports_of_v2(tmp_path: Path) -> None:
+    """Scores of the published script with threshold 0: null odds up to 0 count as an answer."""
+    found = odds(-3.0, -1.0, 0.0, 5.0, -0.5)  # "name" is right, "place" has F1 0.8, "number" none
+    expected = {"exact": 40.0, "f1": 56.0, "total": 5}
+    expected |= {"HasAns_exact": 100 / 3, "HasAns_f1": 60.0, "HasAns_total": 3}
+    expected |= {"NoAns_exact": 50.0, "NoAns_f1": 50.0, "NoAns_total": 2}
+    assert scoring.score_answers(MIXED, found) == pytest.approx(expected, rel=2**-50)
+    scoring.write_answers(tmp_path, MIXED, found)
+    texts = json.loads((tmp_path / "predictions.json").read_text("utf-8"))
+    assert list(texts.values()) == [*TEXTS[:3], "", TEXTS[4]]
+    silent = scoring.score_answers(MIXED, odds(*[1.0] * 5))
+    assert (silent["exact"], silent["HasAns_f1"], silent["NoAns_f1"]) == (40.0, 0.0, 100.0)
+    assert "HasAns_exact" not in scoring.score_answers(MIXED[2:4], found)
+    # "the" of the second question is passed over, since another of its answers has words.
+    words = [question("one", "the"), question("two", "the", "gold"), question("none")]
+    report = scoring.score_answers(
+        words, {"one": ("", 0.0), "two": ("the", 0.0), "none": ("x", 1.0)}
+    )
+    assert (report["HasAns_exact"], report["HasAns_total"]) == (50.0, 2)
+
+
+# labels, predictions, classes, accuracy, F1 of label 1, macro F1, Matthews correlation
+TABLES: list[tuple[Any, ...]] = [
+    # TP 1, FP 1, FN 1, TN 1
+    ([1, 1, 0, 0], [1, 0, 1, 0], 2, 0.5, 0.5, 0.5, 0.0),
+    ([0, 1, 1], [1, 0, 0], 2, 0, 0, 0, -1),
+    # TP 2, FP 0, FN 1, TN 1: F1 4/5 and 2/3, Matthews 2 / (2 * 3 * 1 * 2)^1/2
+    ([1, 1, 1, 0], [1, 1, 0, 0], 2, 3 / 4, 4 / 5, 11 / 15, 1 / math.sqrt(3)),
+    ([1, 1], [1, 1], 2, 1, 1, 1, 0),
+    ([0, 0], [0, 0], 2, 1, 0, 1, 0),
+    ([0, 1, 1, 1], [1, 1, 1, 1], 2, 3 / 4, 6 / 7, 3 / 7, 0),
+    # F1 1, 2/3, 2/3; c 3, s 4, t (1, 2, 1), p (1, 1, 2): (12 - 5) / (10 * 10)^1/2
+    ([0, 1, 1, 2], [0, 1, 2, 2], 3, 3 / 4, None, 7 / 9, 7 / 10),
+    # ... of which label 2 is neither true nor predicted, and does not count
+    ([0, 1, 1], [0, 1, 0], 3, 2 / 3, None, 2 / 3, 0.5),
+]
+
+
+def test_scores_of_labels() -> None:
+    for labels, predicted, classes, accuracy, first, macro, matthews in TABLES:
+        expected = {"accuracy": accuracy, "f1_macro": macro, "matthews": matthews}
+        expected |= {} if first is None else {"f1": first}
+        found = scoring.score_labels(np.array(predicted), np.array(labels), classes)
+        # A correlation of 0 is the difference of products that round.
+        assert found == pytest.approx(expected, rel=2**-50, abs=2**-52), (labels, predicted)
+
+
+def test_the_file_of_labels(tmp_path: Path) -> None:
+    rows = [Row("s", None, "no", line) for line in (2, 3, 5)]
+    logits = np.array([[0.0, 1000.0], [np.log(3), 0.0], [2.0, 2.0]])
+    scoring.write_labels(tmp_path, rows, logits, ("no", "yés"))
+    first, second, third = json.loads((tmp_path / "predictions.json").read_text("utf-8"))
+    assert first == {"line": 2, "label": "yés", "probability": 1.0}
+    assert second == {"line": 3, "label": "no", "probability": pytest.approx(3 / 4, rel=2**-50)}
+    assert third == {"line": 5, "label": "no", "probability": 0.5}

@@ -2,9 +2,8 @@
 
 import gc
 import re
+import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from recipes.errors import RecipeError
 from recipes.run.checkpoint import Checkpoints, Restored
@@ -67,53 +65,35 @@ def test_the_newest_complete_ones_are_kept_and_read_exactly(tmp_path: Path) -> N
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
-def test_the_state_of_a_background_write_may_be_donated(tmp_path: Path) -> None:
-    advance = jax.jit(lambda x: x + 1, donate_argnums=0)
-    checkpoints, state = Checkpoints(tmp_path, keep=3), jnp.zeros((500, 1000))
-    position = {"next": [0]}
-    for step in (1, 2, 3):
-        state = advance(state)
-        position["next"][0] = step
-        checkpoints.save(step, {"x": state}, position, {}, wait=False)
-    state, position["next"][0] = advance(state), 4
-    checkpoints.wait()
-    for step in (3, 2, 1):
-        restored = restore(tmp_path, {"x": state})
-        assert (restored.step, restored.position) == (step, {"next": [step]})
-        np.testing.assert_array_equal(restored.state["x"], np.full((500, 1000), step))
-        shutil.rmtree(tmp_path / "checkpoints" / str(step))
-
-
 def test_onto_another_mesh(tmp_path: Path) -> None:
     state = {"w": jnp.arange(64 * 32.0).reshape(64, 32), "fp8": make_state(3)["fp8"]}
     axes = {"data": 4}, {"fsdp": 2, "tensor": 2}
     meshes = [make_mesh(each, devices=jax.devices()[:4]) for each in axes]
-    placed = [jax.device_put(state, param_shardings(state, mesh)) for mesh in meshes]
-    Checkpoints(tmp_path).save(1, placed[0], {}, {})
-    for like in (placed[1], state):
+    first, second = (jax.device_put(state, param_shardings(state, mesh)) for mesh in meshes)
+    Checkpoints(tmp_path).save(1, first, {}, {})
+    for like in (second, state):
         restored = restore(tmp_path, jax.tree.map(jnp.zeros_like, like))
         assert_same_bits(restored.state, state)
         assert restored.state["w"].sharding == like["w"].sharding
-    assert placed[1]["w"].sharding.spec == PartitionSpec("fsdp", "tensor")
 
 
 # Orbax abandons the other reads when it meets the damage, and asyncio warns about them later.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", ["flipped", "missing"])
+@pytest.mark.parametrize("damage", ["flipped", pytest.param("missing", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         checkpoints.save(step, make_state(step), {"at": step}, {})
-    content = (file := array_file(tmp_path, 2)).read_bytes()
-    middle = len(content) // 2
-    file.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
     if damage == "missing":
         shutil.rmtree(tmp_path / "checkpoints/2/state")
+    else:
+        content = bytearray((file := array_file(tmp_path, 2)).read_bytes())
+        content[len(content) // 2] ^= 255
+        file.write_bytes(content)
     before = sorted(tmp_path.rglob("*"))
     assert restore(tmp_path, make_state(0), read_only=True).step == 1
     assert sorted(tmp_path.rglob("*")) == before
     said: list[str] = []
-    checkpoints = Checkpoints(tmp_path)
     restored = checkpoints.restore(make_state(0), said.append)
     assert restored is not None
     assert (restored.step, restored.position) == (1, {"at": 1})
@@ -122,42 +102,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
     assert re.match(r"checkpoint of step 2 is damaged: files in .*/checkpoints/2 are missing", line)
     assert "<" not in line  # no handles of Orbax's C++
     assert len(list((tmp_path / "damaged-checkpoints").glob("2-*"))) == 1  # set aside, not deleted
-    checkpoints.save(2, make_state(5), {}, {})
-    assert_same_bits(restore(tmp_path, make_state(0)).state, make_state(5))
-    for step in (1, 2):
-        array_file(tmp_path, step).write_bytes(b"")
-    with pytest.raises(RecipeError, match=r"was damaged \(steps \[2, 1\]\)"):
+    array_file(tmp_path, 1).write_bytes(b"")
+    with pytest.raises(RecipeError, match=r"was damaged \(steps \[1\]\)"):
         restore(tmp_path, make_state(0))
-    assert len(list((tmp_path / "damaged-checkpoints").glob("2-*"))) == 2
     gc.collect()  # asyncio logs what Orbax left unread, while that is captured still
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_one_flipped_bit_is_found_or_does_no_harm(tmp_path: Path) -> None:
-    """Flip bits in every file; arrays of different sizes are stored in different ways."""
-    Checkpoints(tmp_path).save(1, make_state(1), {"next": 3}, {"seed": 7})
-    checkpoints, random, found = Checkpoints(tmp_path, read_only=True), np.random.default_rng(0), 0
-    for file in sorted(
-        path for path in tmp_path.rglob("*") if path.stat().st_size * path.is_file()
-    ):
-        content = file.read_bytes()
-        for place in random.integers(len(content), size=3):
-            flipped = bytearray(content)
-            flipped[place] ^= 1 << random.integers(8)
-            file.write_bytes(flipped)
-            try:
-                restored = checkpoints.restore(make_state(0), lambda _: None)
-            except RecipeError as error:
-                assert "damaged" in str(error)  # noqa: PT017
-                found += 1
-            else:
-                assert restored is not None
-                assert_same_bits(restored.state, make_state(1))
-                assert (restored.position, restored.facts) == ({"next": 3}, {"seed": 7})
-        file.write_bytes(content)
-    gc.collect()  # asyncio logs what Orbax left unread, while that is captured still
-    assert found > 15
 
 
 def test_another_model_is_not_damage(tmp_path: Path) -> None:
@@ -175,39 +123,20 @@ def test_another_model_is_not_damage(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "file")
 
 
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-import jax.numpy as jnp, numpy as np
-from recipes.run.checkpoint import Checkpoints
-from recipes.errors import RecipeError
-
-checkpoints = Checkpoints(Path(sys.argv[1]), keep=1)
-checkpoints.save(1, {"w": jnp.zeros(4)}, {}, {})
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-noise = jnp.asarray(np.random.default_rng(0).normal(size=100_000))
-for step in (2, 3):
-    try:
-        checkpoints.save(step, {"w": noise}, {}, {}, wait=step == 2)
-        print("not yet")
-        checkpoints.wait()
-    except RecipeError as error:
-        print(error.exit_code, error)
-"""
-
-
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     """A limit on file size simulates a full disk: writes fail halfway."""
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        check=False,
-    )
-    said = [line for line in done.stdout.splitlines() if line != "not yet"]
-    assert len(said) == 2, done.stderr
-    for step, line in zip((2, 3), said, strict=True):
-        assert line.startswith(f"1 cannot write the checkpoint of step {step}")
-        assert "the checkpoint of step 1 is untouched; free space" in line
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"w": jnp.zeros(4)}, {}, {})
+    noise = jnp.asarray(np.random.default_rng(0).normal(size=100_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in (2, 3):
+        message = f"cannot write the checkpoint of step {step}.*of step 1 is untouched; free space"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            with pytest.raises(RecipeError, match=message) as caught:  # noqa: PT012
+                checkpoints.save(step, {"w": noise}, {}, {}, wait=step == 2)
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert caught.value.exit_code == 1
     assert restore(tmp_path, {"w": jnp.ones(4)}).step == 1

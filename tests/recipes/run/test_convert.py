@@ -1,8 +1,8 @@
-"""Resuming a run in other number formats, back again, and on other devices."""
+"""Resuming in other number formats, and starting from the weights of an earlier run."""
 
 import itertools
 import shutil
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,16 +12,20 @@ import pytest
 from flax import nnx
 
 from recipes import train as train_module
+from recipes.bert.task import build as build_bert, load_data as load_bert_data
+from recipes.config import TOKENIZER_FILE, RunConfig
 from recipes.errors import RecipeError
-from recipes.gpt.config import GPTConfig
+from recipes.gpt.task import build, load_data
+from recipes.run.folder import open_run
 from recipes.run.state import LossScale, convert, formats, init_state, load_trained, with_formats
 from unitscale import to_array
 from unitscale.core import format_of
 from unitscale.nn import AmaxState
 
-from ..runs import run
+from ..conftest import MakeConfig
+from ..runs import loss_of, run, untrained
+from ..support import bert_config, write_bert
 
-MakeConfig = Callable[..., GPTConfig]
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
 FORMATS = {
     "float32": (),
@@ -45,13 +49,15 @@ def values(tree: Any) -> Any:
     return to_array(tree, jnp.float32)
 
 
-QUICK = [("6 bytes", "float32"), ("float32", "fp8_delayed"), ("float32", "small in float32")]
-OTHERS = [p for p in itertools.product(("float32", "6 bytes"), FORMATS) if p not in QUICK]
+CASES = [
+    ("6 bytes", "float32"),
+    ("float32", "fp8_delayed"),
+    ("float32", "small in float32"),
+    *(pytest.param("6 bytes", x, marks=pytest.mark.slow) for x in ("fp8_readout", "exchange")),
+]
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), QUICK + [pytest.param(*p, marks=pytest.mark.slow) for p in OTHERS]
-)
+@pytest.mark.parametrize(("source", "target"), CASES)
 def test_values_are_carried_over(make_config: MakeConfig, source: str, target: str) -> None:
     old, new = (make_config(*OURS, *FORMATS[name]) for name in (source, target))
     _, _, first = init_state(old.model_copy(update={"seed": 5}))
@@ -73,25 +79,18 @@ def test_values_are_carried_over(make_config: MakeConfig, source: str, target: s
     assert (len(gone), len(there)) == (0, products.get(target, 0))
 
 
-STRATEGIES = {
-    name: (f"precision.policy={name}", "precision.monitor=0.1") for name in ("fp8", "fp8_delayed")
-}
-
-
 def test_scales_are_carried_within_a_strategy(make_config: MakeConfig) -> None:
     """Scales of another strategy are not copied: they might never move, or have another history."""
-    made = {}
-    for name, words in STRATEGIES.items():
-        config = make_config(*OURS, *words)
+    made = []
+    for policy in ("fp8", "fp8_delayed"):
+        config = make_config(*OURS, f"precision.policy={policy}", "precision.monitor=0.1")
         _, optimizer, like = init_state(config)
         amax, rest = nnx.split_state(like.rest, AmaxState, ...)
         moved = nnx.merge_state(jax.tree.map(lambda leaf: leaf + 1, amax), rest)
-        made[name] = config, optimizer, like, like._replace(rest=moved)
-    for source, target in itertools.product(made, made):
-        old, _, _, saved = made[source]
-        new, optimizer, like, _ = made[target]
+        made.append((config, optimizer, like, like._replace(rest=moved)))
+    for (old, *_, saved), (new, optimizer, like, _) in itertools.product(made, made):
         state = convert(saved, old, new, optimizer, like)
-        expected = saved.rest if source == target else like.rest
+        expected = saved.rest if old is new else like.rest
         found, wanted = (nnx.filter_state(rest, AmaxState) for rest in (state.rest, expected))
         assert nnx.to_flat_state(found)
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -161,3 +160,129 @@ def test_a_float32_run_goes_on_in_fp8_and_back(make_config: MakeConfig) -> None:
     assert go_on()[0] == expected
     with pytest.raises(RecipeError, match=r"seed: 0 -> 1\nchange name, .* aside$"):
         go_on("seed=1", convert=True)
+
+
+def weights(model: nnx.Module) -> dict[tuple[Any, ...], np.ndarray]:
+    return by_path(nnx.state(model, nnx.Param))
+
+
+def by_path(state: Any) -> dict[tuple[Any, ...], np.ndarray]:
+    return {path: np.asarray(to_array(leaf.get_value())) for path, leaf in nnx.to_flat_state(state)}
+
+
+def kept(config: RunConfig) -> tuple[str, dict[tuple[Any, ...], np.ndarray]]:
+    """Save an untrained run; return its folder and weights."""
+    run = open_run(config)
+    state = untrained(config, run)
+    return str(run), by_path(state.params)
+
+
+SLOW = {
+    "plain": (),
+    "scanned": (*OURS, "model.scan=true"),
+    "6 bytes": (*OURS, "precision.weights=float16", "precision.min_size=0"),
+}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("precision=scalify_float16",), id="scalify"),
+        *(pytest.param(words, id=name, marks=pytest.mark.slow) for name, words in SLOW.items()),
+    ],
+)
+def test_weights_are_those_of_the_run(make_config: MakeConfig, words: tuple[str, ...]) -> None:
+    folder, expected = kept(make_config(*words))
+    found = weights(build(make_config(*words, f"init={folder}", "name=next", "seed=7")))
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=str(path))
+
+
+@pytest.mark.slow
+def test_it_begins_where_the_run_ended_and_goes_on_without_it(make_config: MakeConfig) -> None:
+    first = make_config(*OURS, "optimizer.learning_rate=1.0")
+    ended = loss_of(first)
+    words = ("name=next", f"init={Path(first.train.runs_dir) / first.name}")
+    slow = make_config(*OURS, *words, "optimizer.learning_rate=1e-6")
+    assert loss_of(slow) == pytest.approx(ended, abs=1e-4)
+    (Path(first.train.runs_dir) / first.name).rename(Path(first.train.runs_dir) / "moved")
+    _, state = load_trained(slow, pytest.fail)  # its own checkpoint has all of it
+    assert int(state.step) == slow.train.steps
+    with pytest.raises(RecipeError, match="init: expected the folder of a run of recipe gpt, or a"):
+        make_config(*OURS, *words)
+
+
+def test_the_shape_need_not_be_said_again_and_formats_may_be_others(
+    make_config: MakeConfig,
+) -> None:
+    shape = ("model.width=24", "model.layers=2", "model.positions=learned", "model.context=32")
+    folder, expected = kept(make_config(*OURS, *shape))
+    words = (f"init={folder}", "name=next", "model={}", "optimizer.umup=true")
+    config = make_config(*words, "precision.policy=fp8_delayed")
+    assert (config.model.width, config.model.layers, config.model.context) == (24, 2, 32)
+    assert (config.model.library, config.model.dropout) == ("unitscale", 0.0)
+    assert make_config(*words, "model.dropout=0.2").model.dropout == 0.2
+    found = weights(build(config))
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value.astype(found[path].dtype))
+
+
+def test_the_tokenizer_is_the_run_s(make_config: MakeConfig, tmp_path: Path) -> None:
+    trained = "data.tokenizer={kind: bpe, vocab: 300}"
+    first = make_config(*OURS, "model.vocab=null", trained)
+    data = load_data(first)
+    folder, _ = kept(first)
+    data.save(Path(folder))
+    other = tmp_path / "other.txt"
+    other.write_text("other words, and others: " * 400, "utf-8")
+    words = (*OURS, f"init={folder}", "name=next", f"data.path={other}")
+    for given in ((), (trained,)):
+        config = make_config(*words, *given)
+        assert config.data.tokenizer.path == str(Path(folder).absolute() / TOKENIZER_FILE)
+        assert load_data(config).tokenizer.identity == data.tokenizer.identity
+    with pytest.raises(RecipeError, match=r"data\.tokenizer: expected .*'file', .*got .*'byte'"):
+        make_config(*words, "data.tokenizer.kind=byte")
+
+
+WRONG = {
+    "model.width=32": r"model\.width: expected 16, as in init .*; got 32; remove it",
+    "model.residual={scheme: fixed}": r"model\.residual: expected \{.*got \{'scheme': 'fixed'\}",
+    "data.tokenizer={kind: bpe}": r"data\.tokenizer: expected .*'byte'.* got .*'bpe'\}; remove it",
+    "data.sequence_length=64": r"model\.context must be at least .*; got 16 and 64",
+    "lora={}": r"lora needs init, a Hugging Face folder; got .*tiny; set init",
+}
+
+
+def test_another_model_is_refused(make_config: MakeConfig) -> None:
+    folder, _ = kept(make_config("model.positions=learned"))
+    for word, message in WRONG.items():
+        with pytest.raises(RecipeError, match=message):
+            make_config(f"init={folder}", "name=next", "model.positions=learned", word)
+
+
+@pytest.mark.parametrize(
+    "pairs", ["sentence_order", pytest.param("next_sentence", marks=pytest.mark.slow)]
+)
+def test_a_bert_may_be_asked_something_else(tmp_path: Path, pairs: str) -> None:
+    first = bert_config(write_bert(tmp_path), "data.pairs=next_sentence", "name=first")
+    folder, expected = kept(first)
+    load_bert_data(first).save(Path(folder))
+    words = (f"init={folder}", f"data.pairs={pairs}", "seed=7", "name=next")
+    found = weights(build_bert(bert_config(tmp_path / "tiny-bert.yaml", *words)))
+    same = {
+        path[0]: bool((found[path] == value).all())
+        for path, value in expected.items()
+        if path[-1] != "bias"
+    }
+    parts = ("encoder", "dense", "norm", "pooler", "pair_readout")
+    assert same == {part: part != "pair_readout" or pairs == "next_sentence" for part in parts}
+
+
+def test_a_bert_starts_from_berts_alone(tmp_path: Path, make_config: MakeConfig) -> None:
+    path = write_bert(tmp_path)
+    with pytest.raises(RecipeError, match="init: expected the folder of a run of recipe bert; got"):
+        bert_config(path, "init=nowhere")
+    run = open_run(make_config())
+    with pytest.raises(RecipeError, match="expected a run of recipe bert; got one of gpt"):
+        bert_config(path, f"init={run}")

@@ -1,28 +1,40 @@
-"""The `precision` section: presets, the readout, scalify, loss scales and the monitor."""
+"""The sections `precision` and `optimizer`: presets, scales, schedules and update rules."""
 
+import functools
 import itertools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
+from recipes.config import OptimizerConfig
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.gpt.task import build
-from recipes.run.state import LossScale, TrainState, init_state, load_trained, make_policy, plain
+from recipes.run.state import (
+    LossScale,
+    TrainState,
+    init_state,
+    load_trained,
+    make_optimizer,
+    make_policy,
+    make_schedule,
+    updates_done,
+)
 from recipes.run.step import make_evaluation, make_train_step
 from tests.products import products
 from unitscale import nn
-from unitscale.core import ScaledArray, is_scaled
 from unitscale.nn import AmaxState
+from unitscale.optim import ScaledTransformation
 from unitscale.quant import QuantState, Static, Unit
 
+from ..conftest import MakeConfig
 from ..runs import read_metrics, run
 
-MakeConfig = Callable[..., GPTConfig]
 OURS = ("model.library=unitscale", "optimizer.umup=true")
 FP8 = (*OURS, "precision=fp8")
 DELAYED = (*OURS, "precision=fp8_delayed")
@@ -39,15 +51,15 @@ def test_a_preset_is_a_section_whose_keys_may_change(make_config: MakeConfig) ->
 
 
 MISTAKES = [
-    (
-        (*OURS, "precision=bfloat16", "precision.monitor=0.1"),
-        "monitor needs policy fp8 or fp8_d",
-    ),
+    ((*OURS, "precision=bfloat16", "precision.monitor=0.1"), "monitor needs policy fp8 or fp8_d"),
     ((*OURS, "precision=fp8_dynamic", "precision.monitor=0.1"), "got policy fp8_dynamic"),
     ((*DELAYED, "precision.monitor=0.1", "precision.rebalance=true"), "rebalance needs monitor"),
     ((*FP8, "precision.monitor=1.5"), r"precision\.monitor"),
     ((*OURS, "precision.readout=true"), "readout needs an FP8 policy"),
     ((*DELAYED, "precision.readout=gradients"), "readout gradients needs a policy without"),
+    ((*OURS, "precision=scalify_float16"), "are for plain models"),
+    ((*OURS, "precision.matmuls=qwix"), "plain"),
+    (("precision.policy=fp8",), r"precision\.policy"),
     (("precision.rounding=stochastic",), "rounding stochastic needs weights or moments"),
     (("precision=scalify_float16", "precision.weights=float16"), "scalify stores weights"),
     (("precision.matmuls=fp8",), "matmuls fp8 needs scalify"),
@@ -55,46 +67,32 @@ MISTAKES = [
     (("precision.frozen=float8_e4m3fn",), r"precision\.frozen needs lora"),
     (("precision.exchange=float32",), r"precision\.exchange needs mesh"),
     (("precision.loss_scale=dynamic", "optimizer.skip_nonfinite=1"), "loss_scale dynamic needs"),
-    ((*OURS, "precision=scalify_float16"), "are for plain models"),
     (("precision.scalify=float16", "precision.policy=float16"), "scalify needs policy float32"),
     (("data.micro_batches=3",), r"data\.micro_batches .* must divide data\.batch_size"),
+    (("lora={}",), r"lora needs init"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_keys_that_do_not_agree(
-    make_config: MakeConfig, words: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(RecipeError, match=message):
-        make_config(*words)
+def test_keys_that_do_not_agree(make_config: MakeConfig) -> None:
+    for words, message in MISTAKES:
+        with pytest.raises(RecipeError, match=message):
+            make_config(*words)
 
 
 def test_the_readout_is_quantized_if_asked(make_config: MakeConfig) -> None:
     def policy(*words: str) -> nn.Policy:
         return make_policy(make_config(*FP8, *words).precision)
 
-    own = policy("precision.readout=true").matmul_for("readout")
-    seen = policy("precision.readout=true", "precision.monitor=0.1").matmul_for("readout")
     assert policy().matmul_for("readout") is None
-    assert own is not None
-    assert seen is not None
-    assert (own.rhs, own.cotangent) == ("float8_e4m3fn", "float8_e5m2")
-    assert (own.strategy, seen.strategy) == (Unit(), Static())
     kernel = jnp.ones((2, 3))
-    assert policy().in_loss(kernel)[1] == {"config": None}
-    for more in ((), ("precision.monitor=0.1",)):
-        gradients = policy("precision.readout=gradients", *more)
+    for monitor, strategy in (((), Unit()), (("precision.monitor=0.1",), Static())):
+        own = policy("precision.readout=true", *monitor).matmul_for("readout")
+        assert own is not None
+        assert (own.rhs, own.cotangent, own.strategy) == ("float8_e4m3fn", "float8_e5m2", strategy)
+        gradients = policy("precision.readout=gradients", *monitor)
         assert gradients.matmul_for("readout") is None
-        _, formats = gradients.in_loss(kernel)
-        assert formats["logits_dtype"] == gradients.compute_dtype
-        assert (formats["config"].cotangent, formats["config"].strategy) == ("float8_e5m2", Unit())
-
-
-def test_a_monitor_changes_policies_of_unit_scales_alone(make_config: MakeConfig) -> None:
-    monitor = "precision.monitor=0.1"
-    assert make_policy(make_config(*DELAYED, monitor).precision) == nn.as_policy("fp8_delayed")
-    assert make_policy(make_config(*FP8).precision) == nn.as_policy("fp8")
-    assert make_policy(make_config(*FP8, monitor).precision) != nn.as_policy("fp8")
+        config = gradients.in_loss(kernel)[1]["config"]
+        assert (config.cotangent, config.strategy) == ("float8_e5m2", Unit())
 
 
 def watched(config: GPTConfig) -> tuple[list[dict], str, list[QuantState]]:
@@ -156,19 +154,18 @@ def same(one: TrainState, other: TrainState) -> bool:
 
 def test_a_constant_loss_scale_changes_no_bit(make_config: MakeConfig) -> None:
     """The loss scale is a power of two, and nothing underflows."""
-    words = ("model.dropout=0.0",)
-    config = make_config(*words)
-    scaled = make_config(*words, "precision.loss_scale=1024.0")
-    expected = steps(config, init_state(config)[2], 2)[-1]
-    assert same(steps(scaled, init_state(scaled)[2], 2)[-1], expected)
+    ended = []
+    for words in ((), ("precision.loss_scale=1024.0",)):
+        config = make_config("model.dropout=0.0", *words)
+        ended.append(steps(config, init_state(config)[2], 2)[-1])
+    assert same(*ended)
 
 
 def test_a_dynamic_loss_scale_follows_the_gradients(make_config: MakeConfig) -> None:
     """The loss is near 5: it overflows times 2^127, and does not times 2^125."""
     config = make_config("precision.loss_scale=dynamic")
     state = init_state(config)[2]
-    assert state.loss_scale is not None
-    assert (float(state.loss_scale.value), int(state.loss_scale.good)) == (2.0**16, 0)
+    assert state.loss_scale == LossScale(jnp.float32(2.0**16), jnp.int32(0))
     assert init_state(make_config())[2].loss_scale is None
     state = state._replace(loss_scale=LossScale(jnp.float32(2.0**127), jnp.int32(0)))
     states = steps(config, state, 4)
@@ -176,12 +173,7 @@ def test_a_dynamic_loss_scale_follows_the_gradients(make_config: MakeConfig) -> 
     found = [(float(np.log2(scale.value)), int(scale.good)) for scale in scales]
     assert found == [(127, 0), (126, 0), (125, 0), (125, 1), (125, 2)]
     assert [int(state.step) for state in states] == list(range(5))
-    assert [same(*pair) for pair in itertools.pairwise(states)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert [same(*pair) for pair in itertools.pairwise(states)] == [True, True, False, False]
     last = LossScale(jnp.float32(4), jnp.int32(1999)).after(jnp.bool_(True))
     assert (float(last.value), int(last.good)) == (8, 0)
 
@@ -194,43 +186,6 @@ def batch_of(config: GPTConfig) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
 
 
-@pytest.mark.slow
-def test_losses_under_scalify_follow_the_plain_program(make_config: MakeConfig) -> None:
-    def losses(*words: str) -> list[float]:
-        config = make_config("model.dropout=0.0", *words)
-        graphdef, optimizer, state = init_state(config)
-        step, batch = make_train_step(graphdef, optimizer, config), batch_of(config)
-        found = []
-        for index in range(4):
-            state, values = step(state, batch, np.int32(index))
-            found.append(float(values["loss"]))
-        assert step._cache_size() == 1, "the second step has the types of the first"
-        return found
-
-    expected = losses()
-    assert expected[-1] < expected[0]
-    # float32 rounds in another order; float16 and FP8 round each matmul to 2^-11 and 2^-4.
-    for storage, tolerance in (("float32", 1e-5), ("float16", 2e-3)):
-        np.testing.assert_allclose(losses(f"precision.scalify={storage}"), expected, rtol=tolerance)
-    found = losses("precision=scalify_fp8")
-    np.testing.assert_allclose(found, expected, rtol=2e-2)
-    assert np.max(np.abs(np.asarray(found) - expected)) > 1e-6, "FP8 has an effect"
-
-
-def test_state_under_scalify_is_in_its_format(make_config: MakeConfig) -> None:
-    config = make_config("precision=scalify_float16")
-    state = init_state(config)[2]
-    leaves = jax.tree.leaves(state, is_leaf=is_scaled)
-    floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
-    assert floating
-    assert all(isinstance(x, ScaledArray) and x.dtype == jnp.float16 for x in floating)
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=2**-11),
-        plain(config.precision, state.params),
-        init_state(make_config())[2].params,
-    )
-
-
 def test_matmuls_of_linear_layers_are_in_fp8_under_scalify(make_config: MakeConfig) -> None:
     config = make_config(*SCALIFIED, "model.layers=2")
     graphdef, _, state = init_state(config)
@@ -241,7 +196,155 @@ def test_matmuls_of_linear_layers_are_in_fp8_under_scalify(make_config: MakeConf
     assert types.count({"float8_e4m3fn"}) == 2 * 6
     assert len(types) == 2 * 6 + 1 + 2 * 2
     # Outside of scalify the markers are identities.
-    batch = batch_of(config)
+    ids, targets = np.split(batch_of(config)[:, :16], 2, axis=1)
     marked, unmarked = (build(make_config(*words)) for words in (SCALIFIED, SCALIFIED[1:]))
-    x, y = (model.loss(batch[:, :-1], batch[:, 1:]) for model in (marked, unmarked))
-    assert float(x) == float(y)
+    assert float(marked.loss(ids, targets)) == float(unmarked.loss(ids, targets))
+
+
+SLOW = pytest.mark.slow
+
+
+def make(precision: Any = "float32", **optimizer: Any) -> GPTConfig:
+    return GPTConfig.model_validate(
+        {
+            "name": "x",
+            "precision": precision,
+            "model": {"width": 8, "layers": 1, "heads": 2},
+            "optimizer": {"schedule": "constant", "learning_rate": 0.5} | optimizer,
+        }
+    )
+
+
+def test_schedule() -> None:
+    for schedule, middle, last in (
+        ("cosine", 0.55, 0.1),
+        ("linear", 0.55, 0.1),
+        ("constant", 1, 1),
+    ):
+        config = OptimizerConfig.model_validate(
+            {"learning_rate": 1.0, "warmup_steps": 10, "schedule": schedule, "final_fraction": 0.1}
+        )
+        rate = make_schedule(config, 110)
+        found = [float(np.asarray(rate(step))) for step in (0, 5, 10, 60, 110)]
+        np.testing.assert_allclose(found, [0.0, 0.5, 1.0, middle, last], rtol=1e-6)
+
+
+def updates(config: GPTConfig, params: Any, grads: Any) -> Any:
+    @jax.jit
+    def run(params: Any, grads: Any) -> Any:
+        optimizer = make_optimizer(config, params)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    return run(params, grads)
+
+
+@functools.cache
+def params_of(scan: bool = False, **shape: Any) -> Any:
+    """Return the parameters of the model that `make` builds."""
+    config = make(umup=True)
+    model = config.model.model_copy(update={"scan": scan} | shape)
+    return init_state(config.model_copy(update={"model": model}))[2].params
+
+
+PARAMS = {"kernel": jnp.full((3, 4), 2.0), "gain": jnp.full((4,), 2.0)}
+GRADS = jax.tree.map(lambda p: jnp.full_like(p, 3.0), PARAMS)
+
+
+@pytest.mark.parametrize("name", ["muon", pytest.param("adamw", marks=SLOW)])
+def test_updates_are_counted(name: str) -> None:
+    config = make({"weights": "float16", "moments": ["float16"] * 2}, name=name, clip_norm=1.0)
+    optimizer = make_optimizer(config, params_of())
+    assert isinstance(optimizer, ScaledTransformation)
+    params = optimizer.scale_params(params_of())
+    state = optimizer.init(params)
+    assert updates_done(state) == 0
+    after = jax.jit(lambda *told: optimizer.update(*told)[1])(params_of(), state, params)
+    assert updates_done(after) == 1
+
+
+def test_sgd_clipping_and_decay_of_matrices_alone() -> None:
+    out = updates(make(name="sgd", b1=0.0, umup=False), PARAMS, GRADS)
+    np.testing.assert_allclose(out["kernel"], -1.5)
+    out = updates(make(name="sgd", b1=0.0, umup=False, clip_norm=1.0), PARAMS, GRADS)
+    assert float(optax.tree.norm(out)) == pytest.approx(0.5, rel=1e-5)
+    for name in ("adamw", "lion"):
+        out = updates(make(name=name, umup=False, weight_decay=0.1), PARAMS, GRADS)
+        np.testing.assert_allclose(out["kernel"], -0.5 * (1 + 0.1 * 2.0), rtol=1e-5)
+        np.testing.assert_allclose(out["gain"], -0.5, rtol=1e-5)
+    with pytest.raises(ValueError, match="params must be variables with role"):
+        make_optimizer(make(), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "eps"), [({}, 2.0**-12), ({"umup": False}, 1e-8), ({"eps": 0.5}, 0.5)]
+)
+def test_eps_of_adam_fits_the_size_of_gradients(settings: dict[str, Any], eps: float) -> None:
+    config, steps = make(name="adam", **settings), []
+    for size in (eps, 1e4 * max(eps, 1.0)):
+        out = updates(config, params_of(), jax.tree.map(lambda p, s=size: p * 0 + s, params_of()))
+        steps.append(out["readout"]["kernel"][...])
+    # The first step of Adam is g / (|g| + eps).
+    np.testing.assert_allclose(steps[0] / steps[1], 0.5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=SLOW)])
+def test_muon_moves_hidden_kernels_as_the_rule_says(scan: bool) -> None:
+    out = nnx.to_pure_dict(updates(make(name="muon"), params_of(scan), params_of(scan)))
+    layers = out["stack"]["layers"]
+    down = (layers if scan else layers[0])["mlp"]["down"]["kernel"]  # 32 to 8, in 2 branches
+    values = np.linalg.svd(np.asarray(down).reshape(32, 8), compute_uv=False)
+    values /= 0.5 / 32 * (8 / 2) ** 0.5  # learning rate, Muon's RMS, fan-out and depth
+    np.testing.assert_allclose(values, 0.9, atol=0.4)
+    first = 1 + 0.9 * 0.1 / 0.19  # step of Adam, with Nesterov's momentum
+    size = float(np.abs(out["embed"]["embedding"]).max())
+    assert size == pytest.approx(0.5 * 8**-0.5 * first, rel=0.01)
+
+
+@pytest.mark.parametrize(("scan", "umup"), [(True, True), pytest.param(False, False, marks=SLOW)])
+def test_decay_leaves_out_gains_and_biases_of_a_stack_too(scan: bool, umup: bool) -> None:
+    config = make(name="adamw", umup=umup, weight_decay=0.1)
+    ones = jax.tree.map(jnp.ones_like, params_of(scan, bias=True, norm="layer"))
+    out = updates(config, ones, jax.tree.map(jnp.zeros_like, ones))
+    leaves = [leaf for _, leaf in nnx.to_flat_state(out)]
+    decays = {(leaf.role, bool(np.any(leaf.get_value()))) for leaf in leaves}
+    matrices = {"weight", "readout", "embedding"}
+    assert decays == {(role, role in matrices) for role in (*matrices, "bias", "norm")}
+
+
+@pytest.mark.parametrize(("name", "rate"), [("adamw", 0.5), ("lion", 0.001), ("muon", 0.5)])
+def test_decay_under_umup_depends_on_neither_learning_rate_nor_role(name: str, rate: float) -> None:
+    params = params_of()
+    config = make(name=name, learning_rate=rate, weight_decay=0.01)
+    moved = updates(config, params, jax.tree.map(jnp.zeros_like, params))
+    shares = nnx.to_pure_dict(jax.tree.map(jnp.divide, moved, params))
+    np.testing.assert_allclose(shares["readout"]["kernel"], -0.01, rtol=1e-5)
+    np.testing.assert_allclose(shares["embed"]["embedding"], -0.01, rtol=1e-5)
+    np.testing.assert_allclose(shares["norm"]["gain"], 0.0)
+
+
+def test_umup_gives_each_role_its_rate() -> None:
+    large = jax.tree.map(lambda p: jnp.full_like(p, 1e4), params_of())  # beside eps
+    # u-muP, table 2: embedding fan-out^-1/2, readout and norm 1, but gains learn slower here
+    for multipliers, embedding in (({}, 1.0), ({"embedding": 4.0}, 4.0)):
+        out = nnx.to_pure_dict(updates(make(multipliers=multipliers), params_of(), large))
+        found = (out["embed"]["embedding"], out["readout"]["kernel"], out["norm"]["gain"])
+        rates = [float(np.abs(update).max()) for update in found]
+        assert rates == pytest.approx([embedding * 0.5 * 8**-0.5, 0.5, 0.5 * 0.03], rel=1e-5)
+
+
+def test_formats_of_weights_and_moments() -> None:
+    moments = ["float8_e4m3fn", "float16"]
+    _, optimizer, state = init_state(make({"weights": "float16", "moments": moments}))
+    assert isinstance(optimizer, ScaledTransformation)
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
+    assert dtypes == {"float16", "float32"}  # data and scales
+    found = {
+        (field, leaf.dtype.name)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
+        for field in ("mu", "nu")
+        if f".{field}" in jax.tree_util.keystr(path) and leaf.ndim
+    }
+    assert found == {("mu", "float8_e4m3fn"), ("nu", "float16")}
+    _, optimizer, state = init_state(make({"moments": moments}))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+    assert not isinstance(init_state(make())[1], ScaledTransformation)

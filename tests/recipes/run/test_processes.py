@@ -1,5 +1,6 @@
-"""Two processes train one run like a single process, print once, and resume after one is lost."""
+"""Worker processes, and runs in two processes that resume after one is lost."""
 
+import logging
 import os
 import signal
 import socket
@@ -15,11 +16,56 @@ import numpy as np
 import pytest
 
 from recipes.errors import RecipeError
-from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
 from recipes.run import processes
 from recipes.run.folder import read_metrics
+from recipes.run.pool import each, message_of
 from recipes.run.processes import StopRequest, joined, open_mesh
+
+from ..conftest import MakeConfig
+from ..dying import level_of_orbax, takes_a_while
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_each_task_comes_back_with_what_its_work_returned(jobs: int) -> None:
+    found = {task[0]: result for task, result in each([(0,), (1,), (2,)], jobs, level_of_orbax)}
+    # Processes of their own do not show every file that Orbax touches.
+    level = logging.ERROR if jobs > 1 else level_of_orbax(0)[1]
+    assert found == {number: (number, level) for number in range(3)}
+
+
+@pytest.mark.slow
+def test_an_interruption_begins_nothing_more(tmp_path: Path) -> None:
+    tasks = [(number, str(tmp_path)) for number in range(20)]
+
+    def run() -> None:
+        for _ in each(tasks, 2, takes_a_while):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert 1 <= len(list(tmp_path.iterdir())) < 10
+
+
+@pytest.mark.slow
+def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    code = f"""
+from recipes.run.pool import each
+from tests.recipes.dying import takes_a_while
+list(each([(number, {str(tmp_path)!r}) for number in range(100)], 2, takes_a_while))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    while not list(tmp_path.iterdir()) and parent.poll() is None:
+        time.sleep(0.1)
+    parent.kill()
+    parent.communicate(timeout=20)  # until the last process that has its output has ended
+    assert len(list(tmp_path.iterdir())) < 20
+
+
+def test_a_message_is_one_line() -> None:
+    assert message_of(MemoryError("no room\nat all")) == "MemoryError: no room"
+    assert message_of(KeyError()) == "KeyError: "
+
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT = 240  # seconds; a busy machine takes a while to import
@@ -32,11 +78,11 @@ SETTINGS = [
     "train.eval_every=5",
 ]
 
-# The command line, without plots, which take most of the time of so small a run.
 COMMAND = """
 import sys
-from recipes import cli, train
-train._Run.plot = lambda run: None
+from recipes import cli
+from tests.recipes.runs import without_plots
+without_plots()
 sys.exit(cli.main(["train", *sys.argv[1:]]))
 """
 
@@ -165,9 +211,7 @@ def test_one_process() -> None:
     assert stop.agreed(logging=False) is signal.SIGINT
 
 
-def test_two_processes(
-    make_config: Callable[..., GPTConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of the second process are made up."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     facts = [{"seed": 1, "data": "a"}, {"seed": 1, "data": "b"}]

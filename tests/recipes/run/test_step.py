@@ -1,6 +1,5 @@
-"""The training step: skipped steps, and gradients that devices exchange in 8 bits."""
+"""The training step: skipped steps, meshes, and gradients that devices exchange in 8 bits."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,18 +9,21 @@ import optax
 import pytest
 from flax import nnx
 
+from recipes import train as train_module
+from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.run.processes import on_mesh, place, place_batch
+from recipes.run.processes import divided, on_mesh, open_mesh, over, place, place_batch, whole
 from recipes.run.state import TrainState, init_state
-from recipes.run.step import make_train_step
-from tests.recipes.conftest import write_config
-from unitscale.core import rebalance
+from recipes.run.step import make_evaluation, make_loss, make_train_step
+from unitscale import value_and_grad
 from unitscale.nn import AmaxState
 from unitscale.parallel import make_mesh
 from unitscale.quant import QuantState
 
-MakeConfig = Callable[..., GPTConfig]
+from ..conftest import MakeConfig, write_config
+from ..runs import loss_of
+
 GOOD, BAD = (np.full((4, 17), i, np.int32) for i in (1, 2))
 DEVICES = 4
 ON_FOUR = ("mesh.data=4",)
@@ -72,6 +74,8 @@ def test_one_too_many_stops_the_state_where_it_is(tolerant) -> None:
     states = run(tolerant, [GOOD, BAD, BAD, BAD, GOOD])
     assert [int(s.step) for s in states] == [0, 1, 2, 3, 3, 3]
     assert [int(s.skips.total) for s in states] == [0, 0, 1, 2, 2, 2]
+    for before, after in zip(weights(states[1]), weights(states[-1]), strict=True):
+        assert before.tobytes() == after.tobytes()
 
 
 STORED = (
@@ -83,8 +87,11 @@ STORED = (
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param((), marks=pytest.mark.slow),
-        ("data.batch_size=8", *STORED, *ON_FOUR, "precision.exchange=float8_e4m3fn"),
+        (),
+        pytest.param(
+            ("data.batch_size=8", *STORED, *ON_FOUR, "precision.exchange=float8_e4m3fn"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["float32", "stored in few bits, on a mesh"],
 )
@@ -99,6 +106,12 @@ def test_the_state_is_replaced_in_place(make_config: MakeConfig, words: tuple[st
     program = on_mesh(step, state, mesh).lower(state, batch, np.int32(0)).compile()
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == sum(array.nbytes for array in arrays(state))
+
+
+def distance(one: TrainState, other: TrainState) -> float:
+    """Return the norm of the difference of two states' parameters."""
+    mine, theirs = (jax.tree.map(np.asarray, state.params) for state in (one, other))
+    return float(optax.tree.norm(jax.tree.map(np.subtract, mine, theirs)))
 
 
 def exchange(config: GPTConfig, steps: int = 4) -> tuple[list[float], TrainState]:
@@ -121,20 +134,21 @@ WIDE = ("data.batch_size=8", "model.width=32", "model.dropout=0.0")
 
 @pytest.mark.slow
 def test_gradients_in_8_bits_train_as_those_in_float32(make_config: MakeConfig) -> None:
-    settings = (*WIDE, "optimizer={name: sgd, b1: 0.0, learning_rate: 0.1, umup: false}")
-    full, wide = exchange(make_config(*settings, *ON_FOUR, "precision.exchange=float32"))
-    few, narrow = exchange(make_config(*settings, *ON_FOUR, "precision.exchange=float8_e4m3fn"))
-    left, wide_left = exchange(make_config(*settings, *ON_FOUR))
+    sgd = "optimizer={name: sgd, b1: 0.0, learning_rate: 0.1, umup: false}"
+    settings = (*WIDE, sgd, *ON_FOUR)
+    full, wide = exchange(make_config(*settings, "precision.exchange=float32"))
+    few, narrow = exchange(make_config(*settings, "precision.exchange=float8_e4m3fn"))
+    left, _ = exchange(make_config(*settings))
     np.testing.assert_allclose(left, full, rtol=1e-5)  # a mean of means is the mean
-    _, _, first = init_state(make_config(*settings, *ON_FOUR))
-    moved, error = (
-        float(optax.tree.norm(jax.tree.map(jnp.subtract, other.params, wide.params)))
-        for other in (jax.device_put(first, jax.tree.map(lambda x: x.sharding, wide_left)), narrow)
-    )
+    first = init_state(make_config(*settings))[2]
     # Two roundings of at most 2^-4 each to nearest, and no more as the steps go on.
-    assert 0 < error < 2 * 2**-4 * moved
+    assert 0 < distance(narrow, wide) < 2 * 2**-4 * distance(first, wide)
     assert few != full
     assert few == pytest.approx(full, rel=1e-2)
+    assert narrow.auto is not None
+    mus = [float(mu) for mu in jax.tree.leaves(narrow.auto.mu)]
+    assert mus == [pytest.approx(2 ** (4 / 1000))] * len(mus)  # nothing overflows: it grows
+    assert wide.auto is None
 
 
 @pytest.mark.slow
@@ -144,43 +158,25 @@ def test_a_unit_scaled_step_by_sgd_is_that_of_the_compiler(make_config: MakeConf
     losses, ours = exchange(make_config(*settings, *ON_FOUR, "precision.exchange=float32"))
     left, theirs = exchange(make_config(*settings, *ON_FOUR))
     np.testing.assert_allclose(losses, left, rtol=1e-5)
-    first = init_state(make_config(*settings, *ON_FOUR))[2].params
-    mine, compilers, begun = (
-        jax.tree.map(np.asarray, x) for x in (ours.params, theirs.params, first)
-    )
-    moved, error = (
-        float(optax.tree.norm(jax.tree.map(np.subtract, mine, x))) for x in (begun, compilers)
-    )
-    assert error < 1e-5 * moved
-
-
-def test_automatic_scaling_is_part_of_the_state(make_config: MakeConfig) -> None:
-    _, state = exchange(make_config(*WIDE, *ON_FOUR, "precision.exchange=float8_e4m3fn"), steps=2)
-    assert state.auto is not None
-    mus = [float(mu) for mu in jax.tree.leaves(state.auto.mu)]
-    assert mus == [pytest.approx(2 ** (2 / 1000))] * len(mus)  # nothing overflows: it grows
-    _, _, state = init_state(make_config(*WIDE, *ON_FOUR, "precision.exchange=bfloat16"))
-    assert state.auto is None
+    first = init_state(make_config(*settings, *ON_FOUR))[2]
+    assert distance(ours, theirs) < 1e-5 * distance(ours, first)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [(), pytest.param(("model.library=unitscale", "model.scan=true"), marks=SLOW)], ids=str
-)
-def test_dropout_differs_between_devices(make_config: MakeConfig, words: tuple[str, ...]) -> None:
+def test_dropout_differs_between_devices(make_config: MakeConfig) -> None:
     """All devices have the same rows, so different masks show in the mean."""
-    settings = ("data.batch_size=8", "model.dropout=0.5", *ON_FOUR, "precision.exchange=float32")
-    config = make_config(*settings, *words)
-    mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES])
+    words = ("model.library=unitscale", "model.scan=true", "model.dropout=0.5")
+    config = make_config(*words, "data.batch_size=8", *ON_FOUR, "precision.exchange=float32")
     graphdef, optimizer, state = init_state(config)
     before = arrays(state.rest)
     row = np.random.default_rng(0).integers(0, 99, (1, 17)).astype(np.int32)
     losses = []
-    for rows, shown in ((4, mesh), (1, make_mesh({"data": 1}, devices=jax.devices()[:1]))):
-        step = make_train_step(graphdef, optimizer, config, mesh=shown)
-        batch = place_batch(np.repeat(row, rows, 0), shown)
-        placed = place(jax.tree.map(jnp.copy, state), shown)
-        after, values = on_mesh(step, placed, shown)(placed, batch, np.int32(0))
+    for rows in (4, 1):
+        mesh = make_mesh({"data": rows}, devices=jax.devices()[:rows])
+        step = make_train_step(graphdef, optimizer, config, mesh=mesh)
+        batch = place_batch(np.repeat(row, rows, 0), mesh)
+        placed = place(jax.tree.map(jnp.copy, state), mesh)
+        after, values = on_mesh(step, placed, mesh)(placed, batch, np.int32(0))
         losses.append(float(values["loss"]))
         moved = zip(arrays(after.rest), before, strict=True)
         assert any(a.tobytes() != b.tobytes() for a, b in moved)
@@ -221,7 +217,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch(
         config = make_config(*settings, f"data.micro_batches={parts}")
         graphdef, optimizer, state = init_state(config)
         step = make_train_step(graphdef, optimizer, config)
-        begun = jax.tree.map(np.asarray, state.params)
+        begun = state._replace(params=jax.tree.map(np.asarray, state.params))
         state, values = step(state, ids, np.int32(0))
         taken.append((state, values))
     (whole, one), (parts, many) = taken
@@ -232,21 +228,109 @@ def test_micro_batches_make_the_step_of_the_whole_batch(
     for own, other in zip(amax(whole), amax(parts), strict=True):
         np.testing.assert_array_equal(own.scale, other.scale)
         np.testing.assert_array_equal(own.history, other.history)
-    moved, error = (
-        float(optax.tree.norm(jax.tree.map(jnp.subtract, whole.params, other)))
-        for other in (begun, parts.params)
-    )
-    assert error < 2 * close * moved
+    assert distance(whole, parts) < 2 * close * distance(whole, begun)
 
 
-def test_weights_of_a_large_scale_have_finite_gradients(tmp_path) -> None:
-    # Readout columns of tokens that never occur only grow, and all weights have one scale.
-    words = ["model.library=unitscale", "precision.weights=float16", "model.dropout=0"]
-    config = load_config(write_config(tmp_path), words)
+MESH = "mesh={data: 2, fsdp: 2, tensor: 2}"
+OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
+BATCH = np.zeros((4, 17), np.int32)
+WIDER = "model.width=64"  # so that matrices are large enough to be cut
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_is_that_of_one_device_and_resumes(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = loss_of(make_config(WIDER, "name=one"))
+    many = loss_of(make_config(WIDER, "name=many", MESH))
+    assert many == pytest.approx(one, rel=1e-5)
+    config = make_config(WIDER, "name=halves", MESH)
+    batches, real = [], train_module.place_batch
+
+    def stop_after_four(batch, mesh):
+        batches.append(batch)
+        if len(batches) == 5:
+            raise KeyboardInterrupt
+        return real(batch, mesh)
+
+    monkeypatch.setattr(train_module, "place_batch", stop_after_four)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(config)
+    monkeypatch.setattr(train_module, "place_batch", real)
+    assert loss_of(config) == many
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((*OURS, "model.attention_implementation=plain"), id="plain attention"),
+        pytest.param(("model.dropout=0.0",), marks=pytest.mark.slow, id="plain model"),
+        pytest.param((*OURS, "model.heads=4"), marks=pytest.mark.slow, id="whole heads"),
+    ],
+)
+def test_sequences_can_be_divided(make_config: MakeConfig, words: tuple[str, ...]) -> None:
+    """Loss and gradients equal those of one device, up to the rounding of float32 sums."""
+    batch = np.random.default_rng(0).integers(0, 90, (4, 17)).astype(np.int32)
+
+    def differentiated(*mesh: str) -> list[np.ndarray]:
+        config = make_config(WIDER, *words, *mesh)
+        devices = open_mesh(config)
+        graphdef, _, state = init_state(config)
+        state, loss = place(state, devices), make_loss(graphdef)
+
+        @jax.jit
+        def run(params, rest, batch):
+            with over(devices):
+                return value_and_grad(loss)(params, rest, divided(batch, devices))
+
+        return jax.tree.leaves(run(state.params, state.rest, place_batch(batch, devices)))
+
+    one, many = differentiated(), differentiated("mesh={fsdp: 2, context: 2, tensor: 2}")
+    for a, b in zip(one, many, strict=True):
+        assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(a)
+
+
+def test_no_device_holds_a_whole_sequence(make_config: MakeConfig) -> None:
+    """No activations of a whole sequence, neither in the training step nor in evaluation."""
+    config = make_config(*OURS, "model.attention_implementation=plain", "mesh={context: 8}")
+    mesh = open_mesh(config)
     graphdef, optimizer, state = init_state(config)
-    kernel = state.params["readout"]["kernel"]
-    kernel.set_value(rebalance(kernel.get_value(), 2.0**14))
-    step = make_train_step(graphdef, optimizer)
-    new, values = step(jax.tree.map(jnp.copy, state), GOOD, np.int32(0))
-    assert int(new.step) == 1
-    assert np.isfinite(values["gradient_norm"])
+    state = place(state, mesh)
+    batch = place_batch(BATCH, mesh)
+    step = on_mesh(make_train_step(graphdef, optimizer), state, mesh).lower(state, batch, 0)
+    evaluate = make_evaluation(graphdef, mesh=mesh).lower(state.params, state.rest, batch)
+    hidden = config.model.hidden or 4 * config.model.width
+    for program in (step.compile(), evaluate.compile()):
+        text = program.as_text()
+        assert f"[4,2,{hidden}]" in text  # of the MLP, the most there is
+        assert f"[4,16,{hidden}]" not in text
+
+
+def test_activations_lie_where_the_batch_does(make_config: MakeConfig) -> None:
+    """Constrain the inputs and outputs of layers; otherwise XLA may move them to the weights."""
+    for words in (OURS, ("model.dropout=0.0",)):
+        config = make_config(*words, "mesh={fsdp: 4, context: 2}")
+        graphdef, _, state = init_state(config)
+        with over(open_mesh(config)):
+            program = jax.make_jaxpr(make_loss(graphdef))(state.params, state.rest, BATCH)
+        assert str(program).count("sharding_constraint") > config.model.layers
+
+
+def test_a_mesh_fits_its_devices_and_config(make_config: MakeConfig) -> None:
+    count = len(jax.devices())
+    with pytest.raises(RecipeError, match=rf"mesh: .*tensor 3 = 3 and {count} devices"):
+        open_mesh(make_config("mesh={tensor: 3}"))
+    with pytest.raises(RecipeError, match=r"mesh\.data \* mesh\.fsdp must divide data\.batch_size"):
+        make_config("mesh={data: 8}")
+    with pytest.raises(RecipeError, match=r"mesh\.context must divide .*; got 3 and 16"):
+        make_config("mesh={context: 3}")
+    for words in (
+        ["mesh={data: 2, fsdp: 2, tensor: 2}", "precision.exchange=float8_e4m3fn"],
+        ["mesh={data: 4}", "precision={scalify: float16, exchange: float8_e4m3fn}"],
+    ):
+        with pytest.raises(RecipeError, match=r"exchange needs mesh\.fsdp, context and tensor 1"):
+            make_config(*words)
+    assert open_mesh(make_config()) is None
+    mesh = open_mesh(make_config(MESH))  # one process has all
+    state = place({"kernel": jax.numpy.ones((64, 64))}, mesh)
+    assert whole(state)["kernel"] is state["kernel"]
