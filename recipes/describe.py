@@ -131,21 +131,17 @@ def _flops(traced: Any) -> float:
 
 
 def _of_further_turns(jaxpr: Jaxpr) -> float:
+    def is_jaxpr(x: Any) -> bool:
+        return isinstance(x, (ClosedJaxpr, Jaxpr))
+
     total = 0.0
     for eqn in jaxpr.eqns:
-        for inner in inner_programs(eqn):
+        leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
+        for inner in filter(is_jaxpr, leaves):
             total += _of_further_turns(getattr(inner, "jaxpr", inner))
             if eqn.primitive.name == "scan":
                 total += (eqn.params["length"] - 1) * program_flops(inner)
     return total
-
-
-def inner_programs(eqn: Any) -> list[Any]:
-    def is_jaxpr(x: Any) -> bool:
-        return isinstance(x, (ClosedJaxpr, Jaxpr))
-
-    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
-    return [leaf for leaf in leaves if is_jaxpr(leaf)]
 
 
 def report(config: RunConfig) -> Iterator[str]:

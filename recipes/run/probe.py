@@ -53,13 +53,9 @@ def probe(model: Any, *inputs: Any) -> Reading:
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
     ]
-    # Restore the layer order, because jit sorts dictionaries by key.
-    return Reading(
-        loss,
-        {path: noted[path] for path in paths},
-        {path: at_outputs[path] for path in paths},
-        dict(zip(names, weights, strict=True)),
-    )
+    # In the order of layers, because jit sorts dictionaries by key.
+    activations, gradients = ({path: by[path] for path in paths} for by in (noted, at_outputs))
+    return Reading(loss, activations, gradients, dict(zip(names, weights, strict=True)))
 
 
 def _unrolled(model: Any) -> Any:
@@ -98,11 +94,7 @@ def _measure(params, rest, inputs, graphdef, paths):
 def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str, jax.Array]]:
     modules = [(path, module) for path, module in nnx.iter_modules(model) if path]
     names = {id(module): ".".join(map(str, path)) for path, module in modules}
-    # The classes that define `__call__` of the modules.
-    owners: set[Any] = {
-        next((cls for cls in type(module).__mro__ if "__call__" in cls.__dict__), None)
-        for _, module in modules
-    }
+    calls = {type(module): type(module).__call__ for _, module in modules if callable(module)}
     noted: dict[str, jax.Array] = {}
 
     def watching(original: Callable) -> Callable:
@@ -116,8 +108,8 @@ def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(nn.Readout, "cross_entropy", _of_whole_logits))
-        for cls in owners - {None}:
-            patches.enter_context(patch.object(cls, "__call__", watching(cls.__call__)))
+        for cls, original in calls.items():
+            patches.enter_context(patch.object(cls, "__call__", watching(original)))
         yield noted
 
 

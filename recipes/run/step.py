@@ -57,17 +57,11 @@ def make_train_step(
             grads = jax.tree.map(lambda g: g / scale, grads)
         return *aux, grads, seen
 
-    exchange = precision.exchange if mesh is not None else None
+    exchanging = mesh if precision.exchange is not None else None
     if micro_batches > 1:
-        axes = batch_axes(mesh) if exchange else ()
+        axes = () if exchanging is None else batch_axes(exchanging)
         compute = _accumulated(compute, micro_batches, axes)
-
-    def differentiate(params, amax, rest, batch, scale, auto):
-        return *compute(params, amax, rest, batch, scale), auto
-
-    if mesh is not None and exchange is not None:
-        differentiate = _exchanged(compute, mesh, exchange)
-
+    differentiate = _exchanged(compute, exchanging, precision.exchange)
     constant = precision.loss_scale if isinstance(precision.loss_scale, float) else None
 
     def train_step(state: TrainState, batch: jax.Array, index: jax.Array):
@@ -143,8 +137,10 @@ def _accumulated(compute: Any, parts: int, axes: tuple[str, ...]):
 _fold_in = jnp.vectorize(jax.random.fold_in, excluded={1})
 
 
-def _exchanged(compute: Any, mesh: Mesh, dtype: str):
+def _exchanged(compute: Any, mesh: Mesh | None, dtype: str | None):
     """Wrap `compute` to run on each device's share of the batch; average gradients in `dtype`."""
+    if mesh is None:
+        return lambda *args: (*compute(*args[:-1]), args[-1])
     axes, whole = batch_axes(mesh), PartitionSpec()
     parts = math.prod(mesh.shape[axis] for axis in axes)
 
@@ -239,7 +235,7 @@ def make_evaluation(
     graphdef: nnx.GraphDef, precision: PrecisionConfig | None = None, *, mesh: Mesh | None = None
 ) -> Callable[..., jax.Array]:
     """Compile the loss without dropout: `(params, rest, batch) -> float32 scalar`."""
-    loss = make_loss(graphdef)
+    loss, precision = make_loss(graphdef), precision or PrecisionConfig()
 
     @jax.jit
     def evaluate(params, rest, batch):
@@ -261,6 +257,7 @@ def predict(
 ) -> np.ndarray:
     """Run a model without dropout on all batches, and concatenate its outputs in float32."""
     graphdef, state = nnx.split(model)
+    precision = precision or PrecisionConfig()
     state = scaled(precision, state)
 
     def outputs(state, inputs):
