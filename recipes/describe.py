@@ -1,13 +1,11 @@
-"""Describe the training step of a config without running it: parameters, FLOPs and bytes.
-
-Everything follows from shapes and the lowered program. Equal layers are extrapolated from two.
-"""
+"""Describe the training step of a config without running it: parameters, FLOPs and bytes."""
 
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
@@ -53,12 +51,10 @@ def describe(config: RunConfig) -> Description:
     with attention_paths() as taken:
         _, step, shapes = abstract_step(short[0])
         step.trace(*shapes)
-    costs = [_cost(few) for few in short]
+    costs = np.array([_cost(few) for few in short])
     # Every further layer costs as much as the second one.
     further = getattr(getattr(config, "model", None), "layers", 1) - 1
-    (flops, saved), (more_flops, more_saved) = costs[0], costs[-1]
-    flops += further * (more_flops - flops)
-    activations = (saved + further * (more_saved - saved)) * config.data.batch_size
+    flops, saved = costs[0] + further * (costs[-1] - costs[0])
     frozen = nnx.split_state(state.rest, Frozen, ...)[0]
     trained = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params, is_leaf=is_scaled))
     # Gradients are float32 arrays, or scaled ones like the parameters under scalify.
@@ -71,14 +67,14 @@ def describe(config: RunConfig) -> Description:
     return Description(
         parameters=parameters,
         trained=trained,
-        flops=flops,
+        flops=float(flops),
         attention=tuple(dict.fromkeys(f"{path.implementation}: {path.reason}" for path in taken)),
         total=Bytes(
             frozen=bytes_of(frozen),
             weights=bytes_of(state.params),
             gradients=gradients,
             optimizer=bytes_of(state.opt_state),
-            activations=activations,
+            activations=int(saved) * config.data.batch_size,
         ),
     )
 

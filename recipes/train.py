@@ -90,9 +90,10 @@ def train(
     with contextlib.ExitStack() as held:
         if is_first():
             held.enter_context(locked(config))
-            if not fresh and (run_folder(config) / ROWS).exists():
-                raise RecipeError(f"name: {run_folder(config)} holds a sweep; change name")
-            folder = open_run(config, fresh=fresh, convert=convert)
+            folder = run_folder(config)
+            if not fresh and (folder / ROWS).exists():
+                raise RecipeError(f"name: {folder} is the folder of a sweep; change name")
+            open_run(config, fresh=fresh, convert=convert)
             if jax.process_count() == 1 and (folder / OUTCOME).exists():
                 told = json.loads((folder / OUTCOME).read_text("utf-8"))
                 if told.items() >= _depends_on(config, data).items():
@@ -103,10 +104,10 @@ def train(
         try:
             return run.train()
         except OSError as error:
+            safe = run.checkpoints.what_is_safe
             raise RecipeError(
-                f"cannot write to {run.folder}: {error.strerror or error}; "
-                f"{run.checkpoints.what_is_safe}; free space or change permissions, then run the "
-                "same command again",
+                f"cannot write to {run.folder}: {error.strerror or error}; {safe}; free space or "
+                "change permissions, then run the same command again",
                 exit_code=1,
             ) from error
         finally:
@@ -328,8 +329,7 @@ def save_scores(folder: Path, scores: dict[str, float], say: Callable[[str], Non
     """Write scores, if any, to a run's folder, and print them, such as "f1 91.25"."""
     if scores:
         write_json(folder / SCORES, scores)
-        named = (f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items())
-        say(", ".join(named))
+        say(", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items()))
 
 
 def shown(config: RunConfig, loss: float, size: float | None = None) -> str:

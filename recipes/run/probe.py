@@ -1,8 +1,4 @@
-"""Measure the RMS of activations and gradients of each layer, to plot it or to find NaN.
-
-While the model runs, `__call__` of its module classes is patched to record the RMS of each output,
-and to pass the output through an identity function whose backward pass records the cotangent's RMS.
-"""
+"""Measure the RMS of activations and gradients of each layer, to plot it or to find NaN."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +14,7 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from unitscale import nn, ops, value_and_grad
-from unitscale.core import is_scaled
+from unitscale.core import is_floating, is_scaled
 
 from .folder import read_metrics
 from .step import over_amax
@@ -92,6 +88,7 @@ def _measure(params, rest, inputs, graphdef, paths):
 
 @contextmanager
 def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str, jax.Array]]:
+    """Patch `__call__` of the model's classes to record the RMS of outputs and tap cotangents."""
     modules = [(path, module) for path, module in nnx.iter_modules(model) if path]
     names = {id(module): ".".join(map(str, path)) for path, module in modules}
     calls = {type(module): type(module).__call__ for _, module in modules if callable(module)}
@@ -101,8 +98,18 @@ def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str
         @functools.wraps(original)
         def call(self, *args, **kwargs):
             output = original(self, *args, **kwargs)
+            leaves, structure = jax.tree.flatten(output)
+            floats = [i for i, x in enumerate(leaves) if is_floating(x)]
             name = names.get(id(self))
-            return output if name is None else _note(output, name, taps, noted)
+            if name is None or not floats:
+                return output
+            while name in noted:  # a layer that is called again
+                name += "'"
+            first = floats[0]  # the data of a ScaledArray precedes its scale
+            noted[name] = _rms(jax.lax.stop_gradient(leaves[first]))
+            if taps is not None:
+                leaves[first] = _tap(leaves[first], taps[name])
+            return jax.tree.unflatten(structure, leaves)
 
         return call
 
@@ -117,20 +124,6 @@ def _of_whole_logits(self: nn.Readout, x: Any, labels: jax.Array, **options: Any
     """Replacement of `nn.Readout.cross_entropy` that calls the readout, to record its logits."""
     options.pop("chunk_size", None)
     return ops.softmax_cross_entropy(self(x), labels, **options)
-
-
-def _note(output: Any, name: str, taps: dict[str, jax.Array] | None, noted: dict) -> Any:
-    """Record the RMS of an output's first floating array, which is the data of a ScaledArray."""
-    leaves, structure = jax.tree.flatten(output)
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            while name in noted:  # a layer that is called again
-                name += "'"
-            noted[name] = _rms(jax.lax.stop_gradient(leaf))
-            if taps is not None:
-                leaves[index] = _tap(leaf, taps[name])
-            break
-    return jax.tree.unflatten(structure, leaves)
 
 
 @jax.custom_vjp

@@ -27,7 +27,7 @@ from ..config import (
     SequenceConfig,
     TokenizerConfig,
 )
-from ..errors import RecipeError
+from ..errors import RecipeError, Say
 from ..recipe import recipe_of
 from .checkpoint import Checkpoints, Restored
 from .folder import existing_run, run_folder, written_config
@@ -37,15 +37,12 @@ Run = TypeVar("Run", bound=RunConfig)
 
 
 def make_policy(precision: PrecisionConfig) -> nn.Policy:
-    """Make the policy of layers; with a monitor, its matmuls count elements that saturate.
-
-    For counting, scales are `Static` instead of `Unit`. Both are 1, so results do not change.
-    """
+    """Make the policy of layers; with a monitor, its matmuls count elements that saturate."""
     policy = nn.as_policy(precision.policy)
     if precision.readout == "gradients":
         policy = policy.with_quantized_readout(gradients_only=True)
     if precision.monitor is not None and policy.matmul and policy.matmul.strategy == Unit():
-        matmul = dataclasses.replace(policy.matmul, strategy=Static())
+        matmul = dataclasses.replace(policy.matmul, strategy=Static())  # counts; scale 1 as Unit
         policy = dataclasses.replace(policy, matmul=matmul)
     return policy.with_quantized_readout() if precision.readout is True else policy
 
@@ -71,7 +68,7 @@ def plain(precision: PrecisionConfig, tree: Any) -> Any:
 
 
 def watch_overflow(
-    config: RunConfig, graphdef: nnx.GraphDef, state: Any, say: Callable[[str], None]
+    config: RunConfig, graphdef: nnx.GraphDef, state: Any, say: Say
 ) -> tuple[Any, dict[str, float]]:
     """Return the state, rebalanced if the config asks for it, and saturated shares by tensor."""
     if config.precision.monitor is None:
@@ -289,11 +286,7 @@ def init_state(config: RunConfig) -> tuple[nnx.GraphDef, optax.GradientTransform
 
 
 def restore(
-    config: RunConfig,
-    checkpoints: Checkpoints,
-    state: TrainState,
-    mesh: Mesh | None,
-    say: Callable[[str], None],
+    config: RunConfig, checkpoints: Checkpoints, state: TrainState, mesh: Mesh | None, say: Say
 ) -> Restored | None:
     """Read the newest complete checkpoint, in the formats and over the mesh of the config."""
 
@@ -314,13 +307,13 @@ def restore(
     return restored._replace(state=place(converted, mesh))
 
 
-def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:
+def load_trained(config: RunConfig, say: Say) -> tuple[nnx.GraphDef, TrainState]:
     """Load a run's newest complete checkpoint, without changing anything on disk."""
     graphdef, restored = load_checkpoint(config, say)
     return graphdef, restored.state
 
 
-def load_checkpoint(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, Restored]:
+def load_checkpoint(config: RunConfig, say: Say) -> tuple[nnx.GraphDef, Restored]:
     folder = existing_run(config)
     trained = written_config(folder, type(config)).resumed
     longest, data = trained.longest, config.data

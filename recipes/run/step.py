@@ -23,9 +23,6 @@ from ..recipe import loss_inputs, recipe_of
 from .processes import divided, over
 from .state import Skips, TrainState, fed, init_state, is_amax, plain, scaled, scalified
 
-OPTIMIZER = "optimizer"
-"""Name scope of the optimizer's operations in a compiled step."""
-
 
 def make_train_step(
     graphdef: nnx.GraphDef,
@@ -76,7 +73,7 @@ def make_train_step(
         rest = nnx.merge_state(amax, rest)
         norm = optax.tree.norm(grads)
         params: Any
-        with jax.named_scope(OPTIMIZER):
+        with jax.named_scope("optimizer"):
             if isinstance(optimizer, ScaledTransformation):
                 params, opt_state = optimizer.step(state.params, state.opt_state, grads)
             else:
@@ -95,7 +92,7 @@ def make_train_step(
             kept = _select(due & ~finite & tolerated, counted, state)
             skips = skips._replace(in_a_row=jnp.zeros_like(skips.in_a_row))
         fresh = TrainState(params, rest, opt_state, state.step + 1, auto, skips, follows)
-        with jax.named_scope(OPTIMIZER):
+        with jax.named_scope("optimizer"):
             return _select(due & finite, fresh, kept), {"loss": loss, "gradient_norm": norm}
 
     def run(state: TrainState, batch: jax.Array, index: jax.Array):

@@ -14,14 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from ..core import is_floating, scan_counts
-from ._program import (
-    Interpreter,
-    Source,
-    inner_program,
-    leaves_of,
-    source_of,
-    traced,
-)
+from ._program import Interpreter, Source, inner_program, leaves_of, source_of, traced
 
 _NO_GRADIENT = {"stop_gradient", "sign", "floor", "ceil", "round", "nextafter"}
 
@@ -102,22 +95,21 @@ def cut_edges(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.3.
     """
+    name = "unitscale.analysis.cut_edges"
     closed = traced("cut_edges", fn, *args).jaxpr
     numbers = range(len(args)) if argnums is None else argnums
     numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if wrong := [n for n in numbers if not -len(args) <= n < len(args)]:
-        raise ValueError(
-            f"unitscale.analysis.cut_edges: argnums must number the {len(args)} arguments; got "
-            f"{', '.join(map(str, wrong))}"
-        )
+        got = ", ".join(map(str, wrong))
+        raise ValueError(f"{name}: argnums must number the {len(args)} arguments; got {got}")
     chosen = {n % len(args) for n in numbers}
     leaves = leaves_of(args)
     graph = Graph(closed, [path[0].idx in chosen and part != "scale" for path, part in leaves])
     edges = graph.live()
     if not edges:
         raise ValueError(
-            "unitscale.analysis.cut_edges: expected a floating input that reaches a floating "
-            "output; got a function with none. Integers and stop_gradient carry no gradient."
+            f"{name}: expected a floating input that reaches a floating output; got none. Integers "
+            "and stop_gradient carry no gradient."
         )
     leaving: dict[int, list[bool]] = defaultdict(list)
     entering: dict[int, list[bool]] = defaultdict(list)
@@ -127,8 +119,8 @@ def cut_edges(
     inputs = []
     for node, (path, part), var in zip(graph.inputs, leaves, closed.jaxpr.invars, strict=True):
         if node is not None:
-            name, cuts = jax.tree_util.keystr(path) + (part and f".{part}"), leaving[node]
-            inputs.append(Input(name, *_kind(var), len(cuts), all(cuts)))
+            label, cuts = jax.tree_util.keystr(path) + (part and f".{part}"), leaving[node]
+            inputs.append(Input(label, *_kind(var), len(cuts), all(cuts)))
     intermediates = [
         Intermediate(source_of(*eqns), *_kind(var), all(entering[node]))
         for node, (eqns, var) in sorted(graph.values.items())

@@ -181,8 +181,7 @@ def check_gradients(
         if not np.isfinite(value):
             raise ValueError(
                 f"{name}: expected a finite loss; got {float(value)} for finite arguments. Use "
-                "other values, or look for the first one that is not finite with "
-                "analysis.trace_scales."
+                "other values, or find the first that is not finite by analysis.trace_scales."
             )
         judged = _judge([names[i] for i in chosen], given, true, tolerance)
         report = GradientReport(judged, (), float(value))

@@ -113,13 +113,11 @@ def inner_program(eqn: Any) -> ClosedJaxpr | None:
     """Return the inner program that an equation applies to all of its operands, if any."""
     if eqn.primitive.name in ("reduce", "reduce_window", "scan", "while", "pallas_call"):
         return None
+    counts = len(eqn.invars), len(eqn.outvars)
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(name)
         inner = ClosedJaxpr(inner, ()) if isinstance(inner, Jaxpr) else inner
-        if isinstance(inner, ClosedJaxpr) and (
-            len(inner.jaxpr.invars) == len(eqn.invars)
-            and len(inner.jaxpr.outvars) == len(eqn.outvars)
-        ):
+        if isinstance(inner, ClosedJaxpr) and (len(inner.in_avals), len(inner.out_avals)) == counts:
             return inner
     return None
 
@@ -245,10 +243,8 @@ def only_rounds(eqn: Any) -> bool:
     inner = inner_program(eqn)
     if inner is None or inner.jaxpr.debug_info.func_name not in _names_of_rounding():
         return False
-    x, *results = eqn.invars[0], *eqn.outvars
-    return len(results) == 1 and all(
-        is_floating(v.aval) and v.aval.shape == x.aval.shape for v in (x, *results)
-    )
+    x, *results = ((v.aval.shape, is_floating(v.aval)) for v in (eqn.invars[0], *eqn.outvars))
+    return x[1] and results == [x]
 
 
 class Exact(Interpreter):
@@ -294,11 +290,9 @@ class Exact(Interpreter):
         half, dims = len(operands) // 2, eqn.params["dimensions"]
         join = jnp.vectorize(lambda *both: tuple(self.run(eqn.params["jaxpr"], both)))
         moved = [jnp.moveaxis(x, dims, range(len(dims))) for x in operands[:half]]
-        rows = [x.reshape(-1, *x.shape[len(dims) :]) for x in moved]
-        start = [
-            jnp.broadcast_to(s, x.shape[1:]) for s, x in zip(operands[half:], rows, strict=True)
-        ]
-        return lax.scan(lambda carry, row: (list(join(*carry, *row)), None), start, rows)[0]
+        xs = [x.reshape(-1, *x.shape[len(dims) :]) for x in moved]
+        start = [jnp.broadcast_to(s, x.shape[1:]) for s, x in zip(operands[half:], xs, strict=True)]
+        return lax.scan(lambda carry, x: (list(join(*carry, *x)), None), start, xs)[0]
 
 
 def _bind_wide(eqn: Any, operands: list[Any]) -> list[Any]:

@@ -190,12 +190,10 @@ def trace_scales(
         >>> any(r.backward for r in trace)
         True
     """
+    where = "unitscale.analysis.trace_scales"
     kept = tuple(format_of(f) for f in ((formats,) if isinstance(formats, str) else formats))
     if sample is not None and sample < 1:
-        raise ValueError(
-            "unitscale.analysis.trace_scales: sample must be at least 1, or None for all elements; "
-            f"got {sample}"
-        )
+        raise ValueError(f"{where}: sample must be at least 1, or None for all; got {sample}")
     memory: dict[Any, Any] = {}
 
     def measured(*args: Any, **kwargs: Any) -> ScaleTrace:
@@ -211,10 +209,7 @@ def trace_scales(
                 watcher.measure(x, _about(x, Source("input", ""), "input", name=name))
         results = watcher.run(program.jaxpr, inputs)
         if not watcher.records:
-            raise ValueError(
-                "unitscale.analysis.trace_scales: expected a function with floating values; got "
-                "one that computes none from its arguments. Integers have no scale."
-            )
+            raise ValueError(f"{where}: expected a function with floating values; got none")
         paths = jax.tree_util.tree_leaves_with_path(program.out_info)
         for value, (path, _) in zip(results, paths, strict=True):
             if (index := watcher.noted.get(id(value))) is not None:
