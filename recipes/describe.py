@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from unitscale.core import is_scaled
 from unitscale.ops import attention_paths
 
-from .config import RunConfig, TransformerConfig
+from .config import RunConfig
 from .hf import Frozen
 from .recipe import recipe_of
 from .run.state import TrainState
@@ -46,15 +45,14 @@ class Description(NamedTuple):
 def describe(config: RunConfig) -> Description:
     """Trace and lower the training step of a config, with shapes in place of arrays."""
     config = config.resumed  # shapes follow from the config: do not read the weights in `init`
-    _, _, (state, _, _) = abstract_step(config)
-    short = _shortened(config)
+    graphdef, step, (state, *inputs) = abstract_step(config)
     with attention_paths() as taken:
-        _, step, shapes = abstract_step(short[0])
-        step.trace(*shapes)
-    costs = np.array([_cost(few) for few in short])
-    # Every further layer costs as much as the second one.
-    further = getattr(getattr(config, "model", None), "layers", 1) - 1
-    flops, saved = costs[0] + further * (costs[-1] - costs[0])
+        step.trace(state, *inputs)
+    _, step, _ = abstract_step(config)  # anew, because JAX caches the trace
+    with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
+        flops = _flops(step.trace(state, *inputs))
+    loss = make_loss(graphdef, deterministic=False)
+    one, two = (_saved_bytes(loss, state, config, size) for size in (1, 2))
     frozen = nnx.split_state(state.rest, Frozen, ...)[0]
     trained = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params, is_leaf=is_scaled))
     # Gradients are float32 arrays, or scaled ones like the parameters under scalify.
@@ -67,39 +65,20 @@ def describe(config: RunConfig) -> Description:
     return Description(
         parameters=parameters,
         trained=trained,
-        flops=float(flops),
+        flops=flops,
         attention=tuple(dict.fromkeys(f"{path.implementation}: {path.reason}" for path in taken)),
         total=Bytes(
             frozen=bytes_of(frozen),
             weights=bytes_of(state.params),
             gradients=gradients,
             optimizer=bytes_of(state.opt_state),
-            activations=int(saved) * config.data.batch_size,
+            activations=(two - one) * config.data.batch_size,
         ),
     )
 
 
 def bytes_of(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _shortened(config: RunConfig) -> list[RunConfig]:
-    """Return the config with one and with two layers if all are equal, else unchanged."""
-    shape = getattr(config, "model", None)
-    if not isinstance(shape, TransformerConfig) or shape.layers <= 2 or config.precision.layers:
-        return [config]
-    shapes = [shape.model_copy(update={"layers": n}) for n in (1, 2)]
-    return [config.model_copy(update={"model": few}) for few in shapes]
-
-
-def _cost(config: RunConfig) -> tuple[float, int]:
-    """Return the FLOPs of a step, and the bytes of activations of an example."""
-    graphdef, step, shapes = abstract_step(config)
-    with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
-        flops = _flops(step.trace(*shapes))
-    loss = make_loss(graphdef, deterministic=False)
-    one, two = (_saved_bytes(loss, shapes[0], config, size) for size in (1, 2))
-    return flops, two - one
 
 
 def _saved_bytes(loss: Callable, state: TrainState, config: RunConfig, size: int) -> int:

@@ -125,36 +125,6 @@ def test_loops_over_chunks_have_the_flops_of_all_weights(make_config: MakeConfig
     assert auto.total.activations < plain.total.activations
 
 
-SMALL = ("model.width=16", "model.heads=2", "model.layers=4", "data.sequence_length=16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("gpt/parity.yaml", ["model.library=plain", "optimizer.umup=false", "precision=float16"]),
-        *(
-            pytest.param(name, words, marks=SLOW)
-            for name, words in (
-                ("gpt/parity.yaml", ["model.remat=layer", "model.scan=true"]),
-                ("gpt/parity.yaml", ["precision.policy=fp8_delayed", "model.dropout=0.1"]),
-                ("gpt/parity.yaml", ["model.remat=dots", NARROW[-1]]),
-                ("bert/large.yaml", []),
-            )
-        ),
-    ],
-)
-def test_layers_that_are_alike_are_counted_by_two(
-    name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load_config(CONFIGS / name, [*SMALL, *words])
-    facts = describe(config)
-    monkeypatch.setattr("recipes.describe._shortened", lambda config: [config])
-    # Where a factor is 1 XLA leaves out a multiplication.
-    whole = describe(config)
-    assert facts == whole._replace(flops=pytest.approx(whole.flops, rel=1e-4))
-
-
 def test_every_turn_of_a_loop_counts() -> None:
     """Iterations of nested loops count, too."""
 
