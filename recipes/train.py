@@ -10,7 +10,6 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from unitscale.core import is_scaled
 from unitscale.parallel import batch_share
 
 from .config import RunConfig
-from .errors import RecipeError, digest_of, write_json
+from .errors import RecipeError, Say, digest_of, write_json
 from .recipe import Data, loss_inputs, recipe_of
 from .run.checkpoint import Checkpoints
 from .run.folder import (
@@ -325,7 +324,7 @@ def _depends_on(config: RunConfig, data: Data) -> dict[str, Any]:
     return {"config": config.model_dump(mode="json"), "data": data.digest, "files": sums}
 
 
-def save_scores(folder: Path, scores: dict[str, float], say: Callable[[str], None]) -> None:
+def save_scores(folder: Path, scores: dict[str, float], say: Say) -> None:
     """Write scores, if any, to a run's folder, and print them, such as "f1 91.25"."""
     if scores:
         write_json(folder / SCORES, scores)
