@@ -28,16 +28,12 @@ ModelPath = Annotated[
     typer.Argument(metavar="CONFIG", help="a YAML file, a run's folder, or a Hugging Face folder"),
 ]
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
-TrainedPath = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a run's folder")
-]
+TrainedPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
 ]
 Fresh = Annotated[bool, typer.Option(help="start anew; rename an earlier folder of this name")]
-Convert = Annotated[
-    bool, typer.Option(help="resume in this config's number formats, even if they changed")
-]
+Convert = Annotated[bool, typer.Option(help="resume in other number formats, as configured")]
 
 
 @app.command()
@@ -47,13 +43,10 @@ def train(
     fresh: Fresh = False,
     convert: Convert = False,
     coordinator: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="address of the first process, if several train"),
+        str | None, typer.Option(metavar="HOST:PORT", help="address of the first process")
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="number of processes")] = None,
-    process: Annotated[
-        int | None, typer.Option(min=0, help="index of this process, from 0")
-    ] = None,
+    process: Annotated[int | None, typer.Option(min=0, help="index of this process")] = None,
     distributed: Annotated[
         bool, typer.Option("--distributed", help="detect these three: Slurm, Open MPI, ...")
     ] = False,
@@ -111,10 +104,9 @@ def sweep(
 ) -> None:
     """Search the best learning rate at every point of a grid; rerun to continue."""
     overrides = [word for word in words if "=" in word]
-    paths = [word for word in words if "=" not in word]
-    if not paths:
+    configs = [load_config(word, overrides) for word in words if "=" not in word]
+    if not configs:
         raise RecipeError("sweep: expected a config file, such as configs/gpt/transfer.yaml")
-    configs = [load_config(path, overrides) for path in paths]
     from .sweep.search import sweep as run_sweep
 
     for config in configs:
@@ -148,18 +140,17 @@ def generate(
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model, or with a decoder in a Hugging Face folder."""
-    is_ours = not Path(config).is_dir() or is_run(config)
-    if is_ours and (chat or adapter is not None):
-        option = "--chat" if chat else "--adapter"
-        raise RecipeError(f"{option}: expected a Hugging Face folder; got {config}; leave it out")
-    if overrides and not is_ours:
-        raise RecipeError(f"override {overrides[0]!r}: expected none, as {config} is a folder")
-    if is_ours:
+    if not Path(config).is_dir() or is_run(config):
+        if chat or adapter is not None:
+            option = "--chat" if chat else "--adapter"
+            raise RecipeError(f"{option}: expected a Hugging Face folder; got {config}; omit it")
         settings = _settings(config, overrides)
         from .trained import open_run
 
         writer = open_run(settings, _warn)
     else:
+        if overrides:
+            raise RecipeError(f"override {overrides[0]!r}: expected none, as {config} is a folder")
         from .hf import chat_prompt
         from .trained import open_folder
 
@@ -232,9 +223,7 @@ def merge(
     typer.echo(f"{folder} with {adapter} is in {path}")
 
 
-bench = typer.Typer(
-    help="Measure the figures of README.md and of the results page.", no_args_is_help=True
-)
+bench = typer.Typer(help="Measure the figures of README.md and results.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -255,15 +244,14 @@ for _name, _summary in BENCHMARKS.items():
 
 
 def main(arguments: list[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    wants_traceback = "--traceback" in words
-    words = [word for word in words if word != "--traceback"]
+    words = sys.argv[1:] if arguments is None else arguments
+    others = [word for word in words if word != "--traceback"]
     start_process()
     try:
-        app(words, prog_name="python -m recipes")  # reports unknown options itself, exit code 2
+        app(others, prog_name="python -m recipes")  # reports unknown options itself, exit code 2
     except Exception as error:
         told = told_by(error)
-        if wants_traceback or told is None:
+        if len(others) < len(words) or told is None:
             raise
         complain(str(told))
         return told.exit_code

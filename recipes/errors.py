@@ -3,11 +3,14 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+Say = Callable[[str], None]
+"""A function that shows a message."""
 
 
 class RecipeError(Exception):
@@ -54,9 +57,7 @@ def read_text(path: Path, key: str, todo: str = "give the path of a readable fil
         with refused(f"{key}: {path} cannot be read", todo):
             return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{key}: {path} is not UTF-8 text: {error}; convert the file to UTF-8"
-        ) from error
+        raise RecipeError(f"{key}: {path} is not UTF-8 text: {error}; convert it") from error
 
 
 def digest_of(path: Path) -> str | list[Any]:
@@ -75,8 +76,7 @@ def json_lines(lines: Iterable[str | bytes], where: str) -> Iterator[tuple[int, 
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise RecipeError(
-                    f"{where}{number}: malformed JSON, or not UTF-8: {error}; correct or remove "
-                    "the line"
+                    f"{where}{number}: malformed JSON, or not UTF-8: {error}; correct the line"
                 ) from error
 
 

@@ -41,7 +41,6 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 """Folder of the configs that come with the recipes."""
 
 Kind = TypeVar("Kind", bound=RunConfig)
-_WARMUP = "optimizer.warmup_steps"
 
 
 def load_config(
@@ -130,11 +129,12 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
 
 def _fit_warmup(file: DictConfig, before: Any) -> None:
     """Shorten a file's warm-up, and say so, if an override leaves it no room in `train.steps`."""
-    steps, warmup = (OmegaConf.select(file, key) for key in ("train.steps", _WARMUP))
+    key = "optimizer.warmup_steps"
+    steps, warmup = OmegaConf.select(file, "train.steps"), OmegaConf.select(file, key)
     if all(isinstance(x, int) for x in (before, steps, warmup)) and 0 < steps <= warmup < before:
-        OmegaConf.update(file, _WARMUP, warmup * steps // before)
-        note = f"note: {_WARMUP} is {warmup * steps // before}, not {warmup}, to fit train.steps"
-        print(f"{note} {steps}", file=sys.stderr)
+        fit = warmup * steps // before
+        OmegaConf.update(file, key, fit)
+        print(f"note: {key} is {fit}, not {warmup}, to fit train.steps {steps}", file=sys.stderr)
 
 
 @contextlib.contextmanager

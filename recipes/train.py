@@ -5,13 +5,11 @@ finite, the compiled steps leave the state unchanged, so that the loop can find 
 """
 
 import contextlib
-import functools
 import json
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ from unitscale.core import is_scaled
 from unitscale.parallel import batch_share
 
 from .config import RunConfig
-from .errors import RecipeError, digest_of, write_json
+from .errors import RecipeError, Say, digest_of, write_json
 from .recipe import Data, loss_inputs, recipe_of
 from .run.checkpoint import Checkpoints
 from .run.folder import (
@@ -91,25 +89,24 @@ def train(
     with contextlib.ExitStack() as held:
         if is_first():
             held.enter_context(locked(config))
-            if not fresh and (run_folder(config) / ROWS).exists():
-                raise RecipeError(
-                    f"name: {run_folder(config)} is the folder of a sweep; change name"
-                )
-            folder = open_run(config, fresh=fresh, convert=convert)
+            folder = run_folder(config)
+            if not fresh and (folder / ROWS).exists():
+                raise RecipeError(f"name: {folder} is the folder of a sweep; change name")
+            open_run(config, fresh=fresh, convert=convert)
             if jax.process_count() == 1 and (folder / OUTCOME).exists():
                 told = json.loads((folder / OUTCOME).read_text("utf-8"))
                 if told.items() >= _depends_on(config, data).items():
-                    for line in (f"all {config.train.steps} steps are done", *told["said"]):
-                        console.print(line, highlight=False, markup=False, soft_wrap=True)
+                    lines = f"all {config.train.steps} steps are done", *told["said"]
+                    console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
                     return Outcome._make((folder, *told["outcome"], None))
         run = _Run(config, data, console)
         try:
             return run.train()
         except OSError as error:
+            safe = run.checkpoints.what_is_safe
             raise RecipeError(
-                f"cannot write to {run.folder}: {error.strerror or error}; "
-                f"{run.checkpoints.what_is_safe}; free space or change permissions, then run the "
-                "same command again",
+                f"cannot write to {run.folder}: {error.strerror or error}; {safe}; free space or "
+                "change permissions, then run the same command again",
                 exit_code=1,
             ) from error
         finally:
@@ -122,9 +119,7 @@ class _Run:
 
     def __init__(self, config: RunConfig, data: Data, console: Console):
         self.config, self.data, self.folder = config, data, run_folder(config)
-        self.say: Callable[[str], None] = functools.partial(
-            console.print, highlight=False, markup=False, soft_wrap=True
-        )
+        self.say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)
         self.graphdef, optimizer, state = init_state(config)
         self.mesh = open_mesh(config)
         self.state = place(state, self.mesh)
@@ -183,26 +178,19 @@ class _Run:
         self.bar = self.progress.add_task("step", total=steps, completed=start, loss="")
         self.start, self.clock = start, (start, time.perf_counter())
         opened = open_metrics(self.config, self.folder, start) if is_first() else Metrics(None)
-        with contextlib.closing(opened) as metrics, StopRequest() as stop, self.progress:
-            watch = functools.partial(self.after_step, metrics, stop)
-            self.state = advance(self.step, self.state, shares, start, steps, watch)
+        with contextlib.closing(opened) as self.metrics, StopRequest() as self.stop, self.progress:
+            self.state = advance(self.step, self.state, shares, start, steps, self.after_step)
             self.checkpoints.wait()
 
     def after_step(
-        self,
-        metrics: Metrics,
-        stop: StopRequest,
-        done: int,
-        state: TrainState,
-        values: dict[str, Any],
-        batch: Any,
+        self, done: int, state: TrainState, values: dict[str, Any], batch: Any
     ) -> TrainState | None:
         settings = self.config.train
         self.state = state
         self.recent.append(batch)
         self.progress.update(self.bar, completed=done)
         logging = done % settings.log_every == 0 or done == settings.steps
-        self.signal = stop.agreed(logging=logging)  # read once, because it may change
+        self.signal = self.stop.agreed(logging=logging)  # read once, because it may change
         validating = done % settings.eval_every == 0  # also on a stop, as resuming skips it
         ending = done == settings.steps or self.signal is not None
         saving = done % settings.checkpoint_every == 0 or ending
@@ -210,10 +198,10 @@ class _Run:
         if looking:
             self.check_finite(done)
         if logging:
-            self.log(done, values, metrics)
+            self.log(done, values)
         if validating:
             validation = self.validation_loss(done)
-            metrics.write(done, validation_loss=validation)
+            self.metrics.write(done, validation_loss=validation)
             self.say(f"step {done}  validation loss {validation:.4f}")
         if saving:
             self.save(done)
@@ -222,7 +210,7 @@ class _Run:
             self.clock = done, time.perf_counter()
         return None if self.signal is not None else self.state
 
-    def log(self, done: int, values: dict[str, Any], metrics: Metrics) -> None:
+    def log(self, done: int, values: dict[str, Any]) -> None:
         data = self.config.data
         loss = float(values["loss"])
         since, clock = self.clock
@@ -243,7 +231,7 @@ class _Run:
             facts["skipped"] = int(state.skips.total)
         if state.loss_scale is not None:
             facts["loss_scale"] = float(state.loss_scale.value)
-        metrics.write(done, **facts)
+        self.metrics.write(done, **facts)
         self.progress.update(self.bar, loss=f"loss {loss:.4f}")
         if self.progress.disable:
             shown = f"  {speed:,.0f} {data.step_unit}/s" if timed else ""
@@ -336,12 +324,11 @@ def _depends_on(config: RunConfig, data: Data) -> dict[str, Any]:
     return {"config": config.model_dump(mode="json"), "data": data.digest, "files": sums}
 
 
-def save_scores(folder: Path, scores: dict[str, float], say: Callable[[str], None]) -> None:
+def save_scores(folder: Path, scores: dict[str, float], say: Say) -> None:
     """Write scores, if any, to a run's folder, and print them, such as "f1 91.25"."""
     if scores:
         write_json(folder / SCORES, scores)
-        named = (f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items())
-        say(", ".join(named))
+        say(", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items()))
 
 
 def shown(config: RunConfig, loss: float, size: float | None = None) -> str:

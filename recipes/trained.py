@@ -1,6 +1,5 @@
 """Use a trained model: evaluate it, generate text, or export its arrays."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from unitscale import to_array
 from unitscale.nn import unpadded
 
 from .config import TOKENIZER_FILE, DataConfig, RunConfig
-from .errors import RecipeError, refused
+from .errors import RecipeError, Say, refused
 from .gpt.generate import Writer
 from .hf import load, write_tensors
 from .recipe import recipe_of
@@ -21,7 +20,7 @@ from .text import SubwordTokenizer, open_tokenizer, require_vocab
 from .train import save_scores, shown
 
 
-def evaluate(config: RunConfig, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+def evaluate(config: RunConfig, say: Say, warn: Say) -> None:
     """Report the loss over all validation data, and the scores."""
     recipe = recipe_of(config)
     graphdef, restored = load_checkpoint(config, warn)
@@ -39,7 +38,7 @@ def _model(config: RunConfig, graphdef: nnx.GraphDef, state: TrainState) -> nnx.
     return nnx.merge(graphdef, *plain(config.precision, (state.params, state.rest)))
 
 
-def open_run(config: RunConfig, say: Callable[[str], None]) -> Writer:
+def open_run(config: RunConfig, say: Say) -> Writer:
     """Open a run's model and tokenizer for generating text."""
     model: Any = _model(config, *load_trained(config, say))
     data = with_kept_tokenizer(config, needed=True).data
@@ -64,12 +63,10 @@ def open_folder(folder: str, adapter: str | None = None) -> Writer:
     return Writer(pretrained.model, tokenizer, longest, start=tokenizer.start, ends=ends)
 
 
-def export(config: RunConfig, path: Path, say: Callable[[str], None]) -> str:
+def export(config: RunConfig, path: Path, say: Say) -> str:
     """Write the arrays of a run to a new safetensors file."""
     if path.suffix != ".safetensors" or path.exists():
-        raise RecipeError(
-            f"FILE: expected a new file such as model.safetensors; got {path}; name another"
-        )
+        raise RecipeError(f"FILE: expected a new file ending in .safetensors; got {path}")
     model = _model(config, *load_trained(config, say))
     return f"{save_tensors(model, path):,} arrays of {config.name} are in {path}"
 
@@ -84,9 +81,7 @@ def save_tensors(model: nnx.Module, path: Path) -> int:
     for parts, variable in variables.items():
         name, value = ".".join(map(str, parts)), unpadded(variable)
         if not hasattr(value, "shape"):
-            raise RecipeError(
-                f"{name} holds a {type(value).__name__}, and safetensors has arrays only"
-            )
+            raise RecipeError(f"{name} holds a {type(value).__name__}; safetensors has arrays only")
         arrays[name] = to_array(value, "float32")
     with refused(f"cannot write {path}", "give a path that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)

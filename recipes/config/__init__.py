@@ -1,42 +1,18 @@
 """The sections of configs that several recipes share."""
 
-from .run import (
-    FORMAT_KEYS as FORMAT_KEYS,
-    PRESETS as PRESETS,
-    BatchConfig as BatchConfig,
-    Count as Count,
-    Flag as Flag,
-    Fraction as Fraction,
-    NonNegative as NonNegative,
-    OptimizerConfig as OptimizerConfig,
-    Positive as Positive,
-    PrecisionConfig as PrecisionConfig,
-    RunConfig as RunConfig,
-    Section as Section,
-    Share as Share,
-    Whole as Whole,
-    describe_problems as describe_problems,
-    entry_of as entry_of,
-    expand_preset as expand_preset,
-    section_of as section_of,
-    unknown_key as unknown_key,
-    valid_keys as valid_keys,
-)
-from .text import (
-    BYTES as BYTES,
-    TOKENIZER_FILE as TOKENIZER_FILE,
-    DataConfig as DataConfig,
-    DecoderConfig as DecoderConfig,
-    GPTModelConfig as GPTModelConfig,
-    LanguageConfig as LanguageConfig,
-    Library as Library,
-    LoraConfig as LoraConfig,
-    ResidualConfig as ResidualConfig,
-    RopeConfig as RopeConfig,
-    SequenceConfig as SequenceConfig,
-    TokenizerConfig as TokenizerConfig,
-    TransformerConfig as TransformerConfig,
-    filled_from as filled_from,
-    largest_id as largest_id,
-    read_tokenizer as read_tokenizer,
-)
+# ruff: noqa: F401, I001
+# Sections
+from .run import BatchConfig, OptimizerConfig, PrecisionConfig, RunConfig, Section
+from .text import DataConfig, DecoderConfig, GPTModelConfig, LanguageConfig, LoraConfig
+from .text import ResidualConfig, RopeConfig, SequenceConfig, TokenizerConfig, TransformerConfig
+
+# Types of values
+from .run import Count, Flag, Fraction, NonNegative, Positive, Share, Whole
+from .text import Library
+
+# Keys, and messages for wrong ones
+from .run import FORMAT_KEYS, PRESETS, expand_preset
+from .run import describe_problems, entry_of, section_of, unknown_key, valid_keys
+
+# Tokenizers
+from .text import BYTES, TOKENIZER_FILE, filled_from, largest_id, read_tokenizer

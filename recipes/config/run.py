@@ -335,11 +335,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         optimizer, precision, mesh = self.optimizer, self.precision, self.mesh or MeshConfig()
-        warmup, steps = optimizer.warmup_steps, self.train.steps
-        if warmup >= steps:
-            raise ValueError(
-                f"optimizer.warmup_steps must be below train.steps; got {warmup}, {steps}"
-            )
+        warmup = optimizer.warmup_steps
+        if warmup >= self.train.steps:
+            raise ValueError(f"optimizer.warmup_steps must be below train.steps; got {warmup}")
         if precision.loss_scale == "dynamic" and optimizer.skip_nonfinite:
             raise ValueError("precision.loss_scale dynamic needs optimizer.skip_nonfinite 0")
         if precision.frozen and (getattr(self, "lora", None) is None or precision.scalify):
@@ -384,11 +382,9 @@ def _section(tree: dict[str, Any], key: str, *, make: bool = False) -> tuple[dic
     *sections, name = key.split(".")
     for section in sections:
         inner = tree.get(section)
-        if not isinstance(inner, dict):
-            inner = {}
-            if make:
-                tree[section] = inner
-        tree = inner
+        if make and not isinstance(inner, dict):
+            inner = tree[section] = {}
+        tree = inner if isinstance(inner, dict) else {}
     return tree, name
 
 
@@ -494,10 +490,9 @@ def unknown_key(key: str, schema: type[RunConfig], takers: Sequence[str] = ()) -
         return f"{key} is not a key of this recipe; recipes that have it: {', '.join(takers)}"
     fields = dict(valid_keys(schema))
     section, _, last = key.rpartition(".")
-    inside = {
-        name.rpartition(".")[2]: name for name in fields if name.rpartition(".")[0] == section
-    }
-    elsewhere = {name.rpartition(".")[2]: name for name, f in fields.items() if not section_of(f)}
+    parts = {name: name.rpartition(".") for name in fields}
+    inside = {end: name for name, (start, _, end) in parts.items() if start == section}
+    elsewhere = {end: n for n, (_, _, end) in parts.items() if not section_of(fields[n])}
     for names, cutoff in ((elsewhere, 1.0), (inside, 0.6), (elsewhere, 0.6)):
         if close := difflib.get_close_matches(last, names, 1, cutoff):
             return f"{key} is not a key of the config; did you mean {names[close[0]]}?"

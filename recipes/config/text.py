@@ -223,11 +223,9 @@ class RopeConfig(Section):
 
     @model_validator(mode="after")
     def _bands_are_in_order(self) -> Self:
-        if self.scaling == "llama3" and self.high_factor <= self.low_factor:
-            raise ValueError(
-                "rope: high_factor must be above low_factor; got "
-                f"{self.high_factor} and {self.low_factor}"
-            )
+        high, low = self.high_factor, self.low_factor
+        if self.scaling == "llama3" and high <= low:
+            raise ValueError(f"rope: high_factor must be above low_factor; got {high} and {low}")
         if self.scaling == "yarn" and (self.fast < self.slow or self.base <= 1):
             raise ValueError(
                 "rope: beta_fast must be at least beta_slow, and the base above 1; got "

@@ -5,7 +5,7 @@ import copy
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import lax
 
-from ..errors import RecipeError, refused
+from ..errors import RecipeError, Say, refused
 from .folder import saved_steps
+
+Facts = dict[str, Any]
 
 
 class Restored(NamedTuple):
@@ -24,8 +26,8 @@ class Restored(NamedTuple):
 
     step: int
     state: Any
-    position: dict[str, Any]
-    facts: dict[str, Any]
+    position: Facts
+    facts: Facts
 
 
 class Checkpoints:
@@ -52,18 +54,10 @@ class Checkpoints:
             self.wait()
         # Read from disk: Orbax lists a step as soon as its write begins.
         *_, step = 0, *saved_steps(self._run)
-        return (
-            f"the checkpoint of step {step} is untouched" if step else "no checkpoint was written"
-        )
+        return f"the checkpoint of step {step} is untouched" if step else "there is no checkpoint"
 
     def save(
-        self,
-        step: int,
-        state: Any,
-        position: dict[str, Any],
-        facts: dict[str, Any],
-        *,
-        wait: bool = True,
+        self, step: int, state: Any, position: Facts, facts: Facts, *, wait: bool = True
     ) -> None:
         """Write a checkpoint unless the step has one; without `wait`, write in the background."""
         self.wait()
@@ -103,13 +97,12 @@ class Checkpoints:
             self._writing = None
             reason, *_ = (str(error).strip() or type(error).__name__).splitlines()
             raise RecipeError(
-                f"cannot write the checkpoint of step {step} to {self._folder}: "
-                f"{reason[:200]}; {self.what_is_safe}; free space or change permissions, "
-                "then run the same command again to resume",
+                f"cannot write the checkpoint of step {step} to {self._folder}: {reason[:200]}; "
+                f"{self.what_is_safe}; free space or change permissions, then run it again",
                 exit_code=1,
             ) from error
 
-    def restore(self, like: Any, say: Callable[[str], None] = print) -> Restored | None:
+    def restore(self, like: Any, say: Say = print) -> Restored | None:
         """Read the newest undamaged checkpoint, structured as `like` or `like(facts)`."""
         self.wait()
         steps = saved_steps(self._run)[::-1]
@@ -133,11 +126,9 @@ class Checkpoints:
                     damage += f"; moved it to {aside}"
                 say(f"{damage}; trying the one before")
         if steps:
-            raise RecipeError(
-                f"every checkpoint in {self._folder} was damaged (steps {steps}); restore one from "
-                "a backup, or train again with --fresh",
-                exit_code=1,
-            )
+            todo = "restore one from a backup, or train again with --fresh"
+            all_damaged = f"every checkpoint in {self._folder} was damaged (steps {steps})"
+            raise RecipeError(f"{all_damaged}; {todo}", exit_code=1)
         return None
 
     def close(self) -> None:
@@ -170,7 +161,13 @@ class Checkpoints:
             arrays = reader.restore(folder / "state", abstract)
         if not is_old and known != _checksums(arrays):
             raise ValueError("checksums of its arrays differ")
-        return Restored(step, _rebuild(like, arrays), position, facts)
+        leaves, structure = jax.tree.flatten(like)
+        found = [arrays[name] for name in wanted]
+        for index, leaf in enumerate(leaves):
+            if _is_key(leaf):
+                impl = jax.random.key_impl(leaf)
+                found[index] = jax.random.wrap_key_data(found[index], impl=impl)
+        return Restored(step, jax.tree.unflatten(structure, found), position, facts)
 
 
 def _named_arrays(tree: Any) -> dict[str, jax.Array]:
@@ -180,17 +177,6 @@ def _named_arrays(tree: Any) -> dict[str, jax.Array]:
         )
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def _rebuild(like: Any, arrays: dict[str, jax.Array]) -> Any:
-    leaves, structure = jax.tree.flatten(like)
-    restored = [
-        jax.random.wrap_key_data(arrays[name], impl=jax.random.key_impl(leaf))
-        if _is_key(leaf)
-        else arrays[name]
-        for leaf, name in zip(leaves, _named_arrays(like), strict=True)
-    ]
-    return jax.tree.unflatten(structure, restored)
 
 
 def _is_key(leaf: Any) -> bool:

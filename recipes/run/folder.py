@@ -101,9 +101,7 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
             folder.rename(aside)
         files = [path for path in folder.rglob("*") if path.is_file()]
         if files and not is_run(folder):
-            raise RecipeError(
-                f"name: {folder} exists but is not a run (it has no {CONFIG}); change name"
-            )
+            raise RecipeError(f"name: {folder} exists but is not a run (no {CONFIG}); change name")
         if files != [folder / CONFIG]:  # else no step was taken, and any config may start
             changed = _changes(config, folder) if files else {}
             formats = all(key.startswith(FORMAT_KEYS) for key in changed)
@@ -122,10 +120,7 @@ def existing_run(config: RunConfig) -> Path:
     """Return the folder of a trained run, whose model and formats must match the config."""
     folder = run_folder(config)
     if not is_run(folder):
-        raise RecipeError(
-            f"name: no run at {folder}; train it first, or set name or train.runs_dir to a run "
-            "that exists"
-        )
+        raise RecipeError(f"name: no run at {folder}; train it first, or name another")
     changed = _changes(config, folder)
     changed = {k: how for k, how in changed.items() if k.split(".")[0] in ("model", "precision")}
     if changed:
@@ -170,8 +165,7 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
         found = tree.get("recipe", "gpt") if isinstance(tree, dict) else None
         if found is not None and wanted and found not in wanted:
             raise RecipeError(
-                f"{path}: expected a run of recipe {', '.join(wanted)}; got one of {found}; give "
-                "the folder of such a run"
+                f"{path}: expected a run of recipe {' or '.join(wanted)}; got one of {found}"
             )
         return kind.model_validate(kind.upgraded(tree))
     except (OSError, yaml.YAMLError, ValueError) as error:
@@ -244,11 +238,9 @@ def open_metrics(config: RunConfig, folder: Path, resume_step: int) -> Metrics:
         elif name != "none":
             logger = (_wandb if name == "wandb" else _mlflow)(config, folder)
     except Exception as error:  # each package has its own exceptions
-        raise RecipeError(
-            f"train.logger: {name} could not start a run: {error}; pip install {name} and set it "
-            "up as its documentation says, or choose another",
-            exit_code=1,
-        ) from error
+        todo = f"pip install {name} and set it up, or choose another"
+        told = f"train.logger: {name} could not start a run: {error}; {todo}"
+        raise RecipeError(told, exit_code=1) from error
     return Metrics(folder, logger, resume_step=resume_step)
 
 
@@ -265,10 +257,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _tensorboard(folder: Path, resume_step: int) -> Logger:
     """Start a new event file in `tensorboard/`."""
     (folder / "tensorboard").mkdir(exist_ok=True)
-    event, summary, files, scalars = (
-        importlib.import_module(f"tensorboardX.{name}")
-        for name in ("proto.event_pb2", "proto.summary_pb2", "event_file_writer", "summary")
-    )
+    names = "proto.event_pb2", "event_file_writer", "summary"
+    event, files, summary = (importlib.import_module(f"tensorboardX.{name}") for name in names)
     # Not tensorboardX's SummaryWriter, which writes in a thread and loses errors such as disk full.
     path = folder / "tensorboard" / "events"
     events = files.EventsWriter(str(path), f".{os.getpid()}.{time.time_ns()}")
@@ -278,8 +268,8 @@ def _tensorboard(folder: Path, resume_step: int) -> Logger:
         events.flush()
 
     def write(step: int, values: Mapping[str, float]) -> None:
-        found = [scalars.scalar(name, value).value[0] for name, value in values.items()]
-        add(step=step, summary=summary.Summary(value=found))
+        for name, value in values.items():
+            add(step=step, summary=summary.scalar(name, value))
 
     # This event makes TensorBoard drop later steps that an earlier session wrote.
     start = event.SessionLog(status=event.SessionLog.START)

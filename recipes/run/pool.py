@@ -24,11 +24,8 @@ def start_process() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory for the next step, on CPU only; return True if it does.
-
-    Otherwise the kernel clears pages in every step, a quarter of a small model's time. Settings of
-    malloc in the environment take precedence.
-    """
+    """Make glibc keep freed memory on CPU, unless the environment sets malloc; return success."""
+    # Otherwise the kernel clears pages in every step, a quarter of a small model's time.
     told = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     accelerators = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
     platforms = os.environ.get("JAX_PLATFORMS") or ("other" if accelerators else "cpu")
@@ -66,18 +63,16 @@ def each(
 
 def _begin(cores: Any) -> None:
     """Pin a process to its cores, before JAX counts them and starts threads."""
+
+    def end_with_parent() -> None:  # a resumed command may train the same runs
+        if parent := parent_process():
+            parent.join()
+            os._exit(1)
+
     start_process()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    share = cores.get()
-    if share:
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if share := cores.get():
         os.sched_setaffinity(0, share)
-
-
-def _end_with_parent() -> None:
-    """Exit when the parent process is gone, because a resumed command may train the same runs."""
-    if parent := parent_process():
-        parent.join()
-        os._exit(1)
 
 
 def message_of(error: Exception) -> str:

@@ -1,8 +1,4 @@
-"""Measure the RMS of activations and gradients of each layer, to plot it or to find NaN.
-
-While the model runs, `__call__` of its module classes is patched to record the RMS of each output,
-and to pass the output through an identity function whose backward pass records the cotangent's RMS.
-"""
+"""Measure the RMS of activations and gradients of each layer, to plot it or to find NaN."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +14,7 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from unitscale import nn, ops, value_and_grad
-from unitscale.core import is_scaled
+from unitscale.core import is_floating, is_scaled
 
 from .folder import read_metrics
 from .step import over_amax
@@ -53,13 +49,9 @@ def probe(model: Any, *inputs: Any) -> Reading:
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
         for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
     ]
-    # Restore the layer order, because jit sorts dictionaries by key.
-    return Reading(
-        loss,
-        {path: noted[path] for path in paths},
-        {path: at_outputs[path] for path in paths},
-        dict(zip(names, weights, strict=True)),
-    )
+    # In the order of layers, because jit sorts dictionaries by key.
+    activations, gradients = ({path: by[path] for path in paths} for by in (noted, at_outputs))
+    return Reading(loss, activations, gradients, dict(zip(names, weights, strict=True)))
 
 
 def _unrolled(model: Any) -> Any:
@@ -96,28 +88,35 @@ def _measure(params, rest, inputs, graphdef, paths):
 
 @contextmanager
 def _watched(model: Any, taps: dict[str, jax.Array] | None) -> Iterator[dict[str, jax.Array]]:
+    """Patch `__call__` of the model's classes to record the RMS of outputs and tap cotangents."""
     modules = [(path, module) for path, module in nnx.iter_modules(model) if path]
     names = {id(module): ".".join(map(str, path)) for path, module in modules}
-    # The classes that define `__call__` of the modules.
-    owners: set[Any] = {
-        next((cls for cls in type(module).__mro__ if "__call__" in cls.__dict__), None)
-        for _, module in modules
-    }
+    calls = {type(module): type(module).__call__ for _, module in modules if callable(module)}
     noted: dict[str, jax.Array] = {}
 
     def watching(original: Callable) -> Callable:
         @functools.wraps(original)
         def call(self, *args, **kwargs):
             output = original(self, *args, **kwargs)
+            leaves, structure = jax.tree.flatten(output)
+            floats = [i for i, x in enumerate(leaves) if is_floating(x)]
             name = names.get(id(self))
-            return output if name is None else _note(output, name, taps, noted)
+            if name is None or not floats:
+                return output
+            while name in noted:  # a layer that is called again
+                name += "'"
+            first = floats[0]  # the data of a ScaledArray precedes its scale
+            noted[name] = _rms(jax.lax.stop_gradient(leaves[first]))
+            if taps is not None:
+                leaves[first] = _tap(leaves[first], taps[name])
+            return jax.tree.unflatten(structure, leaves)
 
         return call
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(nn.Readout, "cross_entropy", _of_whole_logits))
-        for cls in owners - {None}:
-            patches.enter_context(patch.object(cls, "__call__", watching(cls.__call__)))
+        for cls, original in calls.items():
+            patches.enter_context(patch.object(cls, "__call__", watching(original)))
         yield noted
 
 
@@ -125,20 +124,6 @@ def _of_whole_logits(self: nn.Readout, x: Any, labels: jax.Array, **options: Any
     """Replacement of `nn.Readout.cross_entropy` that calls the readout, to record its logits."""
     options.pop("chunk_size", None)
     return ops.softmax_cross_entropy(self(x), labels, **options)
-
-
-def _note(output: Any, name: str, taps: dict[str, jax.Array] | None, noted: dict) -> Any:
-    """Record the RMS of an output's first floating array, which is the data of a ScaledArray."""
-    leaves, structure = jax.tree.flatten(output)
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            while name in noted:  # a layer that is called again
-                name += "'"
-            noted[name] = _rms(jax.lax.stop_gradient(leaf))
-            if taps is not None:
-                leaves[index] = _tap(leaf, taps[name])
-            break
-    return jax.tree.unflatten(structure, leaves)
 
 
 @jax.custom_vjp

@@ -79,27 +79,22 @@ def gathered(value: Any) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(value)) if several else value[None]
 
 
-class StopRequest:
+class StopRequest(contextlib.ExitStack):
     """A context that records the first SIGINT or SIGTERM; a second one acts as usual."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.signal: signal.Signals | None = None
-        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # only it can handle signals
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
-        return self
+                self.callback(signal.signal, number, signal.signal(number, self._note))
+        return super().__enter__()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        self.__exit__()
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+        self.close()
 
     def agreed(self, *, logging: bool) -> signal.Signals | None:
         """Return the signal that should stop the run; processes agree on it at steps that log."""
@@ -160,8 +155,7 @@ def divided(batch: Any, mesh: Mesh | None) -> Any:
     """Return the loss's arguments with sharding constraints, in a compiled function."""
     if mesh is None:
         return batch
-    inputs = loss_inputs(batch)
-    rows = batch_axes(mesh)
+    inputs, rows = loss_inputs(batch), batch_axes(mesh)
     tokens = PartitionSpec(rows, "context" if "context" in mesh.shape else None)
 
     def divide(x: Any) -> Any:

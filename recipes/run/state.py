@@ -27,7 +27,7 @@ from ..config import (
     SequenceConfig,
     TokenizerConfig,
 )
-from ..errors import RecipeError
+from ..errors import RecipeError, Say
 from ..recipe import recipe_of
 from .checkpoint import Checkpoints, Restored
 from .folder import existing_run, run_folder, written_config
@@ -37,45 +37,38 @@ Run = TypeVar("Run", bound=RunConfig)
 
 
 def make_policy(precision: PrecisionConfig) -> nn.Policy:
-    """Make the policy of layers; with a monitor, its matmuls count elements that saturate.
-
-    For counting, scales are `Static` instead of `Unit`. Both are 1, so results do not change.
-    """
+    """Make the policy of layers; with a monitor, its matmuls count elements that saturate."""
     policy = nn.as_policy(precision.policy)
     if precision.readout == "gradients":
         policy = policy.with_quantized_readout(gradients_only=True)
     if precision.monitor is not None and policy.matmul and policy.matmul.strategy == Unit():
-        matmul = dataclasses.replace(policy.matmul, strategy=Static())
+        matmul = dataclasses.replace(policy.matmul, strategy=Static())  # counts; scale 1 as Unit
         policy = dataclasses.replace(policy, matmul=matmul)
     return policy.with_quantized_readout() if precision.readout is True else policy
 
 
-def scalified(precision: PrecisionConfig | None, f: Callable[..., Any]) -> Callable[..., Any]:
+def scalified(precision: PrecisionConfig, f: Callable[..., Any]) -> Callable[..., Any]:
     """Apply `unitscale.scalify` to a function if the config asks for it."""
-    return scalify(f) if precision and precision.scalify else f
+    return scalify(f) if precision.scalify else f
 
 
-def scaled(precision: PrecisionConfig | None, tree: Any) -> Any:
+def scaled(precision: PrecisionConfig, tree: Any, scale: Any = None) -> Any:
     """Convert floating arrays to ScaledArrays in scalify's format, if the config asks for it."""
-    if not precision or not precision.scalify:
-        return tree
-    return as_scaled(tree, dtype=jnp.dtype(precision.scalify))
+    return as_scaled(tree, scale, jnp.dtype(precision.scalify)) if precision.scalify else tree
 
 
-def fed(precision: PrecisionConfig | None, batch: Any) -> Any:
+def fed(precision: PrecisionConfig, batch: Any) -> Any:
     """Convert a batch, whose floating arrays are near 1, to ScaledArrays of scale 1 for scalify."""
-    if not precision or not precision.scalify:
-        return batch
-    return as_scaled(batch, 1, jnp.dtype(precision.scalify))
+    return scaled(precision, batch, 1)
 
 
-def plain(precision: PrecisionConfig | None, tree: Any) -> Any:
+def plain(precision: PrecisionConfig, tree: Any) -> Any:
     """Convert the ScaledArrays of a scalified program to float32 arrays."""
-    return to_array(tree) if precision and precision.scalify else tree
+    return to_array(tree) if precision.scalify else tree
 
 
 def watch_overflow(
-    config: RunConfig, graphdef: nnx.GraphDef, state: Any, say: Callable[[str], None]
+    config: RunConfig, graphdef: nnx.GraphDef, state: Any, say: Say
 ) -> tuple[Any, dict[str, float]]:
     """Return the state, rebalanced if the config asks for it, and saturated shares by tensor."""
     if config.precision.monitor is None:
@@ -83,10 +76,9 @@ def watch_overflow(
     monitor = OverflowMonitor(limit=config.precision.monitor)
     model = nnx.merge(graphdef, state.params, state.rest)
     shares = {f"saturated/{_name(entry)}": entry.share for entry in monitor.read(model)}
-    moved = monitor.rebalance(model) if config.precision.rebalance else ()
-    for entry in moved:
-        say(f"{_name(entry)}: {entry.share:.2%} saturated, scale now {entry.scale:g}")
-    if moved:
+    if config.precision.rebalance and (moved := monitor.rebalance(model)):
+        for entry in moved:
+            say(f"{_name(entry)}: {entry.share:.2%} saturated, scale now {entry.scale:g}")
         others = nnx.filter_state(state.rest, nnx.Not(AmaxState))
         rest = nnx.merge_state(nnx.state(model, AmaxState), others)
         # On the devices of the old arrays, as the compiled step expects.
@@ -126,27 +118,22 @@ def convert(state: Any, written: RunConfig, config: RunConfig, optimizer: Any, l
         for name in ("auto", "skips", "loss_scale")
         if getattr(source, name) is not None and getattr(target, name) is not None
     }
-    converted = target._replace(
-        params=params,
-        rest=_carried(source.rest, target.rest),
-        opt_state=optim.convert_state(source.opt_state, optimizer.init(params)),
-        step=source.step,
-        **kept,
-    )
-    return scaled(config.precision, converted)
+    known = dict(jax.tree_util.tree_leaves_with_path(source.rest, is_leaf=is_amax))
 
-
-def _carried(source: Any, target: Any) -> Any:
-    """Copy matching entries from `source`, except scales of another strategy."""
-    known = dict(jax.tree_util.tree_leaves_with_path(source, is_leaf=is_amax))
-
-    def entry(path: Any, leaf: Any) -> Any:
+    def carried(path: Any, leaf: Any) -> Any:
         value = known.get(path, leaf)
         if is_amax(leaf):
             return value if value.strategy == leaf.strategy else leaf
         return value if value.dtype == leaf.dtype else value.astype(leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(entry, target, is_leaf=is_amax)
+    converted = target._replace(
+        params=params,
+        rest=jax.tree_util.tree_map_with_path(carried, target.rest, is_leaf=is_amax),
+        opt_state=optim.convert_state(source.opt_state, optimizer.init(params)),
+        step=source.step,
+        **kept,
+    )
+    return scaled(config.precision, converted)
 
 
 def is_amax(node: Any) -> bool:
@@ -175,12 +162,8 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 def updates_done(opt_state: optax.OptState) -> jax.Array:
     """Return the number of updates so far, without skipped steps, from the schedule's state."""
-
-    def is_schedule(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
-
-    nodes = jax.tree.leaves(opt_state, is_leaf=is_schedule)
-    return next(node.count for node in nodes if is_schedule(node))
+    (_, schedule), *_ = optax.tree.get_all_with_path(opt_state, "ScaleByScheduleState")
+    return schedule.count
 
 
 def make_optimizer(
@@ -189,10 +172,14 @@ def make_optimizer(
     """Make a config's optimizer: update rule, clipping, schedule, weight decay, and formats."""
     settings, precision = config.optimizer, config.precision
     schedule = make_schedule(settings, config.train.steps)
-    # Vectors have no weight decay; stacked layers have one more axis.
-    decays = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.ndim - _is_stacked(path) >= 2, params, is_leaf=is_scaled
-    )
+
+    def decays_weight(path: Any, leaf: Any) -> bool:
+        """Return False for vectors; stacked layers have one more axis."""
+        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+        stacked = "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()
+        return leaf.ndim - stacked >= 2
+
+    decays = jax.tree_util.tree_map_with_path(decays_weight, params, is_leaf=is_scaled)
     decay = 0.0 if settings.umup else settings.weight_decay
     b1, b2, eps = settings.b1, settings.b2, settings.adam_eps
     if settings.name == "sgd":
@@ -233,11 +220,6 @@ def make_optimizer(
         key=config.seed,
         min_size=precision.min_size,
     )
-
-
-def _is_stacked(path: Any) -> bool:
-    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    return "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()
 
 
 class Skips(NamedTuple):
@@ -289,53 +271,49 @@ def build_model(config: RunConfig) -> nnx.Module:
 def init_state(config: RunConfig) -> tuple[nnx.GraphDef, optax.GradientTransformation, TrainState]:
     """Return the model's graphdef, its optimizer, and the state before the first step."""
     graphdef, params, rest = nnx.split(build_model(config), nnx.Param, ...)
-    optimizer = make_optimizer(config, params)
+    optimizer, precision = make_optimizer(config, params), config.precision
     if isinstance(optimizer, optim.ScaledTransformation):
         params = optimizer.scale_params(params)
     none = jnp.zeros((), jnp.int32)
-    skips = Skips(none, none.copy()) if config.optimizer.skip_nonfinite else None
-    precision = config.precision
-    narrow = (precision.exchange or "").startswith("float8")
-    auto = AutoScale.create(params) if narrow else None
-    loss_scale = LossScale.create() if precision.loss_scale == "dynamic" else None
-    opt_state = optimizer.init(params)
-    state = TrainState(params, rest, opt_state, none.copy(), auto, skips, loss_scale)
+    state = TrainState(params, rest, optimizer.init(params), none)
+    if config.optimizer.skip_nonfinite:
+        state = state._replace(skips=Skips(none.copy(), none.copy()))
+    if (precision.exchange or "").startswith("float8"):
+        state = state._replace(auto=AutoScale.create(params))
+    if precision.loss_scale == "dynamic":
+        state = state._replace(loss_scale=LossScale.create())
     return graphdef, optimizer, scaled(precision, state)
 
 
 def restore(
-    config: RunConfig,
-    checkpoints: Checkpoints,
-    state: TrainState,
-    mesh: Mesh | None,
-    say: Callable[[str], None],
+    config: RunConfig, checkpoints: Checkpoints, state: TrainState, mesh: Mesh | None, say: Say
 ) -> Restored | None:
     """Read the newest complete checkpoint, in the formats and over the mesh of the config."""
 
-    def written(facts: dict[str, Any]) -> RunConfig | None:
-        config_then = with_formats(config, facts)
-        return None if formats(config_then) == formats(config) else config_then
+    written = config  # with the formats of the checkpoint
 
     def like(facts: dict[str, Any]) -> TrainState:
-        other = written(facts)
-        return state if other is None else place(init_state(other)[2], mesh)
+        nonlocal written
+        written = with_formats(config, facts)
+        is_same = formats(written) == formats(config)
+        return state if is_same else place(init_state(written)[2], mesh)
 
     restored = checkpoints.restore(like, say)
-    if restored is None or (other := written(restored.facts)) is None:
+    if restored is None or formats(written) == formats(config):
         return restored
     say(f"converting the checkpoint of step {restored.step} to this config's formats")
     _, optimizer, first = init_state(config)
-    converted = convert(restored.state, other, config, optimizer, first)
+    converted = convert(restored.state, written, config, optimizer, first)
     return restored._replace(state=place(converted, mesh))
 
 
-def load_trained(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, TrainState]:
+def load_trained(config: RunConfig, say: Say) -> tuple[nnx.GraphDef, TrainState]:
     """Load a run's newest complete checkpoint, without changing anything on disk."""
     graphdef, restored = load_checkpoint(config, say)
     return graphdef, restored.state
 
 
-def load_checkpoint(config: RunConfig, say: Callable[[str], None]) -> tuple[nnx.GraphDef, Restored]:
+def load_checkpoint(config: RunConfig, say: Say) -> tuple[nnx.GraphDef, Restored]:
     folder = existing_run(config)
     trained = written_config(folder, type(config)).resumed
     longest, data = trained.longest, config.data
@@ -373,10 +351,10 @@ def take_weights(
         shape = found[path].shape if path in found else "none"
         must = needed is None or path[0] in needed
         if must and shape != value.shape:
+            name, folder = ".".join(map(str, path)), run_folder(run)
             raise RecipeError(
-                f"init: the weights in {run_folder(run)} do not fit: expected "
-                f"{'.'.join(map(str, path))} {value.shape}; the run has {shape}; give the run of a "
-                "model of this shape"
+                f"init: the weights in {folder} do not fit: expected {name} {value.shape}; the run "
+                f"has {shape}; give the run of a model of this shape"
             )
         if must or (path in found and path[0] in wanted):
             variable.set_value(jnp.asarray(found[path], value.dtype))
@@ -388,8 +366,6 @@ def with_kept_tokenizer(config: Run, *, needed: bool = False) -> Run:
     data, file = config.data, run_folder(config) / TOKENIZER_FILE
     if not isinstance(data, DataConfig) or data.tokenizer.kind == "byte":
         return config
-    if not needed and not file.exists():
-        return config
     tokenizer = TokenizerConfig(kind="file", path=str(file))
-    data = data.model_copy(update={"tokenizer": tokenizer})
-    return config.model_copy(update={"data": data})
+    kept = config.model_copy(update={"data": data.model_copy(update={"tokenizer": tokenizer})})
+    return kept if needed or file.exists() else config

@@ -23,9 +23,6 @@ from ..recipe import loss_inputs, recipe_of
 from .processes import divided, over
 from .state import Skips, TrainState, fed, init_state, is_amax, plain, scaled, scalified
 
-OPTIMIZER = "optimizer"
-"""Name scope of the optimizer's operations in a compiled step."""
-
 
 def make_train_step(
     graphdef: nnx.GraphDef,
@@ -57,17 +54,11 @@ def make_train_step(
             grads = jax.tree.map(lambda g: g / scale, grads)
         return *aux, grads, seen
 
-    exchange = precision.exchange if mesh is not None else None
+    exchanging = mesh if precision.exchange is not None else None
     if micro_batches > 1:
-        axes = batch_axes(mesh) if exchange else ()
+        axes = () if exchanging is None else batch_axes(exchanging)
         compute = _accumulated(compute, micro_batches, axes)
-
-    def differentiate(params, amax, rest, batch, scale, auto):
-        return *compute(params, amax, rest, batch, scale), auto
-
-    if mesh is not None and exchange is not None:
-        differentiate = _exchanged(compute, mesh, exchange)
-
+    differentiate = _exchanged(compute, exchanging, precision.exchange)
     constant = precision.loss_scale if isinstance(precision.loss_scale, float) else None
 
     def train_step(state: TrainState, batch: jax.Array, index: jax.Array):
@@ -82,7 +73,7 @@ def make_train_step(
         rest = nnx.merge_state(amax, rest)
         norm = optax.tree.norm(grads)
         params: Any
-        with jax.named_scope(OPTIMIZER):
+        with jax.named_scope("optimizer"):
             if isinstance(optimizer, ScaledTransformation):
                 params, opt_state = optimizer.step(state.params, state.opt_state, grads)
             else:
@@ -101,7 +92,7 @@ def make_train_step(
             kept = _select(due & ~finite & tolerated, counted, state)
             skips = skips._replace(in_a_row=jnp.zeros_like(skips.in_a_row))
         fresh = TrainState(params, rest, opt_state, state.step + 1, auto, skips, follows)
-        with jax.named_scope(OPTIMIZER):
+        with jax.named_scope("optimizer"):
             return _select(due & finite, fresh, kept), {"loss": loss, "gradient_norm": norm}
 
     def run(state: TrainState, batch: jax.Array, index: jax.Array):
@@ -143,8 +134,10 @@ def _accumulated(compute: Any, parts: int, axes: tuple[str, ...]):
 _fold_in = jnp.vectorize(jax.random.fold_in, excluded={1})
 
 
-def _exchanged(compute: Any, mesh: Mesh, dtype: str):
+def _exchanged(compute: Any, mesh: Mesh | None, dtype: str | None):
     """Wrap `compute` to run on each device's share of the batch; average gradients in `dtype`."""
+    if mesh is None:
+        return lambda *args: (*compute(*args[:-1]), args[-1])
     axes, whole = batch_axes(mesh), PartitionSpec()
     parts = math.prod(mesh.shape[axis] for axis in axes)
 
@@ -239,7 +232,7 @@ def make_evaluation(
     graphdef: nnx.GraphDef, precision: PrecisionConfig | None = None, *, mesh: Mesh | None = None
 ) -> Callable[..., jax.Array]:
     """Compile the loss without dropout: `(params, rest, batch) -> float32 scalar`."""
-    loss = make_loss(graphdef)
+    loss, precision = make_loss(graphdef), precision or PrecisionConfig()
 
     @jax.jit
     def evaluate(params, rest, batch):
@@ -261,6 +254,7 @@ def predict(
 ) -> np.ndarray:
     """Run a model without dropout on all batches, and concatenate its outputs in float32."""
     graphdef, state = nnx.split(model)
+    precision = precision or PrecisionConfig()
     state = scaled(precision, state)
 
     def outputs(state, inputs):

@@ -8,24 +8,13 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from random import Random
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from ..core import scan_counts
-from ._program import (
-    Exact,
-    Interpreter,
-    Source,
-    inner_program,
-    is_float,
-    leaves_of,
-    source_of,
-    traced,
-    wide,
-)
+from ..core import is_floating, scan_counts
+from ._program import Interpreter, Source, inner_program, leaves_of, source_of, traced
 
 _NO_GRADIENT = {"stop_gradient", "sign", "floor", "ceil", "round", "nextafter"}
 
@@ -106,22 +95,21 @@ def cut_edges(
     References:
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.3.
     """
+    name = "unitscale.analysis.cut_edges"
     closed = traced("cut_edges", fn, *args).jaxpr
     numbers = range(len(args)) if argnums is None else argnums
     numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if wrong := [n for n in numbers if not -len(args) <= n < len(args)]:
-        raise ValueError(
-            f"unitscale.analysis.cut_edges: argnums must number the {len(args)} arguments; got "
-            f"{', '.join(map(str, wrong))}"
-        )
+        got = ", ".join(map(str, wrong))
+        raise ValueError(f"{name}: argnums must number the {len(args)} arguments; got {got}")
     chosen = {n % len(args) for n in numbers}
     leaves = leaves_of(args)
     graph = Graph(closed, [path[0].idx in chosen and part != "scale" for path, part in leaves])
     edges = graph.live()
     if not edges:
         raise ValueError(
-            "unitscale.analysis.cut_edges: expected a floating input that reaches a floating "
-            "output; got a function with none. Integers and stop_gradient carry no gradient."
+            f"{name}: expected a floating input that reaches a floating output; got none. Integers "
+            "and stop_gradient carry no gradient."
         )
     leaving: dict[int, list[bool]] = defaultdict(list)
     entering: dict[int, list[bool]] = defaultdict(list)
@@ -131,8 +119,8 @@ def cut_edges(
     inputs = []
     for node, (path, part), var in zip(graph.inputs, leaves, closed.jaxpr.invars, strict=True):
         if node is not None:
-            name, cuts = jax.tree_util.keystr(path) + (part and f".{part}"), leaving[node]
-            inputs.append(Input(name, *_kind(var), len(cuts), all(cuts)))
+            label, cuts = jax.tree_util.keystr(path) + (part and f".{part}"), leaving[node]
+            inputs.append(Input(label, *_kind(var), len(cuts), all(cuts)))
     intermediates = [
         Intermediate(source_of(*eqns), *_kind(var), all(entering[node]))
         for node, (eqns, var) in sorted(graph.values.items())
@@ -154,42 +142,22 @@ class Edge(NamedTuple):
     operand: int | None = None
 
 
-class Value(NamedTuple):
-    """The vertex of a value (None if it carries no gradient), and the value itself if known."""
-
-    node: int | None
-    x: Any = None
-
-
 class Graph(Interpreter):
-    """The graph of a program. Vertices are numbers; every output has an edge to vertex 0.
+    """The graph of a program: numbers for vertices, None for values that carry no gradient."""
 
-    The graph includes the bodies of calls and custom functions. It has the body of a loop once,
-    with an edge from each carried result back to its operand.
-    """
-
-    def __init__(
-        self,
-        closed: ClosedJaxpr,
-        differentiated: Sequence[bool],
-        args: Sequence[Any] | None = None,
-        measure: Callable[[Any, list[Any]], Any] | None = None,
-    ):
+    def __init__(self, closed: ClosedJaxpr, differentiated: Sequence[bool]):
         super().__init__()
         self.edges: list[Edge] = []
         # For each vertex of a value: its equation and the calls around it, and its variable.
         self.values: dict[int, tuple[tuple[Any, ...], Any]] = {}
-        # The outermost custom_vjp functions, and the result of ``measure(eqn, operands)`` for each.
-        self.ops: list[Any] = []
-        self.measured: dict[int, Any] = {}
-        self.measure, self.exact, self.inside = measure, Exact(), False
-        self.vertices = itertools.count(1)
-        inputs = []
-        for flag, var in zip(differentiated, closed.jaxpr.invars, strict=True):
-            node = next(self.vertices) if flag and is_float(var.aval) else None
-            inputs.append(Value(node, wide(args[len(inputs)]) if args else None))
-        self.inputs = [value.node for value in inputs]
-        self.connect(self.run(closed, inputs), 0)
+        # The outermost custom_vjp functions, each as its equation after the calls around it.
+        self.ops: list[tuple[Any, ...]] = []
+        self.inside, self.vertices = False, itertools.count(1)
+        self.inputs = [
+            next(self.vertices) if flag and is_floating(var.aval) else None
+            for flag, var in zip(differentiated, closed.jaxpr.invars, strict=True)
+        ]
+        self.connect(self.run(closed, self.inputs), 0)  # 0 is the vertex of all outputs
 
     def live(self) -> list[tuple[Edge, bool]]:
         """Return the edges on paths from inputs to outputs, each with whether it is a cut edge."""
@@ -200,109 +168,80 @@ class Graph(Interpreter):
         cut = set(bridges([(e.start, e.end) for e in edges]))
         return [(edge, i in cut) for i, edge in enumerate(edges)]
 
-    def connect(self, values: Iterable[Value], end: int) -> None:
-        self.edges += [Edge(value.node, end) for value in values if value.node is not None]
+    def connect(self, nodes: Iterable[int | None], end: int) -> None:
+        self.edges += [Edge(node, end) for node in nodes if node is not None]
 
-    def name(self, node: int, var: Any) -> None:
-        if not self.inside:
-            self.values[node] = tuple(reversed(self.calls)), var
+    def name(self, nodes: Sequence[int | None], variables: Sequence[Any]) -> None:
+        for node, var in zip(nodes, variables, strict=True):
+            if node is not None and not self.inside:
+                self.values[node] = tuple(reversed(self.calls)), var
 
-    def constant(self, x: Any, aval: Any) -> Value:
-        return Value(None, self.exact.constant(x, aval) if self.measure else None)
+    def constant(self, x: Any, aval: Any) -> None:
+        return None
 
-    def apply(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        name, inner = eqn.primitive.name, inner_program(eqn)
-        nodes: list[int | None] = [None] * len(eqn.outvars)
-        if any(value.node is not None for value in operands):
-            if name == "custom_vjp_call" and not self.inside:
-                nodes = self.custom_vjp(eqn, operands)
-            elif name == "scan":
-                nodes = self.scan(eqn.params, operands)
-            elif name == "while":
-                first = eqn.params["body_nconsts"]
-                kept = operands[eqn.params["cond_nconsts"] :]
-                nodes = self.loop(eqn.params["body_jaxpr"], kept, first, len(kept))
-            elif name == "cond":
-                branches = [self.run(branch, operands[1:]) for branch in eqn.params["branches"]]
-                for i, values in enumerate(zip(*branches, strict=True)):
-                    nodes[i] = self.operation(eqn, values, eqn.outvars[i : i + 1])[0]
-            elif inner is not None:
-                results = zip(self.run(inner, operands), eqn.outvars, strict=True)
-                return [v if is_float(var.aval) else Value(None, v.x) for v, var in results]
-            elif name not in _NO_GRADIENT:
-                nodes = self.operation(eqn, operands)
-        xs = [value.x for value in operands]
-        known = self.measure and not self.inside and all(x is not None for x in xs)
-        results = self.exact.apply(eqn, xs) if known else [None] * len(nodes)
-        return [
-            Value(node if is_float(var.aval) else None, x)
-            for node, var, x in zip(nodes, eqn.outvars, results, strict=True)
-        ]
+    def apply(self, eqn: Any, operands: list[int | None]) -> list[int | None]:
+        name, params, inner = eqn.primitive.name, eqn.params, inner_program(eqn)
+        if name in _NO_GRADIENT or all(node is None for node in operands):
+            return [None] * len(eqn.outvars)
+        if name == "custom_vjp_call" and not self.inside:
+            nodes = self.custom_vjp(eqn, operands)
+        elif name == "scan":
+            first, carried = scan_counts(params)
+            nodes = self.loop(params["jaxpr"], operands, first, first + carried)
+        elif name == "while":
+            kept = operands[params["cond_nconsts"] :]
+            nodes = self.loop(params["body_jaxpr"], kept, params["body_nconsts"], len(kept))
+        elif name == "cond":
+            branches = [self.run(branch, operands[1:]) for branch in params["branches"]]
+            choices = zip(*branches, eqn.outvars, strict=True)
+            nodes = [self.operation(chosen, [var])[0] for *chosen, var in choices]
+        elif inner is not None:
+            nodes = self.run(inner, operands)
+        else:
+            nodes = self.operation(operands, eqn.outvars)
+        pairs = zip(nodes, eqn.outvars, strict=True)
+        return [node if is_floating(var.aval) else None for node, var in pairs]
 
-    def operation(
-        self, eqn: Any, operands: Sequence[Value], results: Sequence[Any] | None = None
-    ) -> list[int | None]:
+    def operation(self, operands: Sequence[int | None], results: Sequence[Any]) -> list[int | None]:
         """Add an operation, with an edge to each result that has a gradient."""
-        nodes: list[int | None] = []
-        vertex = next(self.vertices)
+        vertex, alive = next(self.vertices), any(node is not None for node in operands)
+        nodes = [next(self.vertices) if alive and is_floating(v.aval) else None for v in results]
         self.connect(operands, vertex)
-        alive = any(value.node is not None for value in operands)
-        for var in eqn.outvars if results is None else results:
-            nodes.append(next(self.vertices) if alive and is_float(var.aval) else None)
-            if (node := nodes[-1]) is not None:
-                self.connect([Value(vertex)], node)
-                self.name(node, var)
+        self.edges += [Edge(vertex, node) for node in nodes if node is not None]
+        self.name(nodes, results)
         return nodes
 
-    def custom_vjp(self, eqn: Any, operands: list[Value]) -> list[int | None]:
+    def custom_vjp(self, eqn: Any, operands: list[int | None]) -> list[int | None]:
         """Add the body of a function, which each operand enters by a separate edge."""
-        number = len(self.ops)
-        self.ops.append(eqn)
-        xs = [value.x for value in operands]
-        if self.measure and all(x is not None for x in xs):
-            self.measured[number] = self.measure(eqn, xs)
-        ports = []
-        for operand, value in enumerate(operands):
-            ports.append(Value(None if value.node is None else next(self.vertices)))
-            if value.node is not None:
-                self.edges.append(Edge(value.node, ports[-1].node, number, operand))
+        ports = [None if node is None else next(self.vertices) for node in operands]
+        for operand, (node, port) in enumerate(zip(operands, ports, strict=True)):
+            if node is not None and port is not None:
+                self.edges.append(Edge(node, port, len(self.ops), operand))
+        self.ops.append(tuple(self.calls))
         self.inside = True
-        nodes = [value.node for value in self.run(eqn.params["call_jaxpr"], ports)]
+        nodes = self.run(eqn.params["call_jaxpr"], ports)
         self.inside = False
         if all(node is None for node in nodes):
             # The body has no derivative, as if it rounds, but the function has a rule.
-            return self.operation(eqn, ports)
-        for node, var in zip(nodes, eqn.outvars, strict=True):
-            if node is not None:
-                self.name(node, var)
+            return self.operation(ports, eqn.outvars)
+        self.name(nodes, eqn.outvars)
         return nodes
 
-    def scan(self, params: dict[str, Any], operands: list[Value]) -> list[int | None]:
-        """Add the first iteration of a scan."""
-        first, carried = scan_counts(params)
-        start, last = -1 if params["reverse"] else 0, first + carried
-        xs = [
-            Value(value.node, value.x[start] if value.x is not None and params["length"] else None)
-            for value in operands[last:]
-        ]
-        return self.loop(params["jaxpr"], [*operands[:last], *xs], first, last)
-
     def loop(
-        self, body: ClosedJaxpr, operands: list[Value], first: int, last: int
+        self, body: ClosedJaxpr, operands: list[int | None], first: int, last: int
     ) -> list[int | None]:
-        """Add the body of a loop that carries its operands from ``first`` to ``last``."""
+        """Add the body of a loop once; its results return to the operands ``first`` to ``last``."""
         inner = list(operands)
         for index in range(first, last):
-            inner[index] = Value(None, operands[index].x)
-            if is_float(body.jaxpr.invars[index].aval):
-                node = next(self.vertices)
-                inner[index] = Value(node, operands[index].x)
+            inner[index] = None
+            if is_floating(body.jaxpr.invars[index].aval):
+                inner[index] = node = next(self.vertices)
                 self.connect([operands[index]], node)
         results = self.run(body, inner)
         for result, carried in zip(results, inner[first:last], strict=False):
-            if carried.node is not None and result.node != carried.node:
-                self.connect([result], carried.node)
-        return [result.node for result in results]
+            if carried is not None and result != carried:
+                self.connect([result], carried)
+        return results
 
 
 def _reached(edges: Iterable[Edge], start: Sequence[int]) -> set[int]:
@@ -318,12 +257,7 @@ def _reached(edges: Iterable[Edge], start: Sequence[int]) -> set[int]:
 
 
 def bridges(edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the positions of the edges of an undirected graph whose removal disconnects it.
-
-    An edge of a spanning forest is a bridge unless another edge connects its two sides. Each edge
-    outside of the forest gets a random word, which is XORed at both of its ends. The XOR over a
-    subtree is then 0 (almost surely only) if no such edge leaves the subtree.
-    """
+    """Return the positions of the edges of an undirected graph whose removal disconnects it."""
     around: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index, (a, b) in enumerate(edges):
         around[a].append((b, index))
@@ -337,15 +271,14 @@ def bridges(edges: Sequence[tuple[int, int]]) -> list[int]:
                 above[vertex] = parent, index
                 waiting += [(other, vertex, i) for other, i in around[vertex]]
     forest = {index for _, index in above.values()}
-    words, random = dict.fromkeys(above, 0), Random(0)
-    for index, pair in enumerate(edges):
-        if index not in forest:
-            word = random.getrandbits(128)
-            for vertex in pair:
-                words[vertex] ^= word
-    found = []
-    for vertex, (parent, index) in reversed(above.items()):
-        if index >= 0:
-            found += [] if words[vertex] else [index]
-            words[parent] ^= words[vertex]
+    # Each other edge closes a cycle with a path up the forest. Edges in no such cycle are bridges.
+    found, climbed = forest - {-1}, set()
+    for top in above:
+        for vertex, index in around[top]:
+            if index not in forest:
+                climbed.add(top)
+                while vertex not in climbed:
+                    climbed.add(vertex)
+                    vertex, index = above[vertex]
+                    found.discard(index)
     return sorted(found)

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from ..core import is_floating, scan_counts
 from ._cut_edges import Edge, Graph
 from ._program import (
+    Exact,
     Source,
     bind,
     evaluate,
-    is_float,
     leaves_of,
     only_rounds,
     source_of,
@@ -34,7 +35,6 @@ _SOUND = ("right", "no gradient")
 _NOTHING = 1e-11
 # Tolerance of ratios, because an op multiplies a few factors that are rounded to float32.
 _TOLERANCE = 1e-5
-_MOST_SUSPECTS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def check_gradients(
             continue
         text = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
         names.append(text.removesuffix(".value") or "params")
-        if part != "scale" and is_float(args[index]):
+        if part != "scale" and is_floating(args[index]):
             chosen.append(index)
     if not chosen:
         raise ValueError(
@@ -151,7 +151,7 @@ def check_gradients(
         )
     for label, leaf in zip(names, args, strict=True):
         x = np.asarray(leaf)
-        if is_float(x) and (wrong := int((~np.isfinite(x.astype(np.float64))).sum())):
+        if is_floating(x) and (wrong := int((~np.isfinite(x.astype(np.float64))).sum())):
             raise ValueError(
                 f"{name}: expected finite arguments; got {wrong} elements of {label} that are not. "
                 "No gradient can be compared there."
@@ -163,7 +163,7 @@ def check_gradients(
 
     program = traced("check_gradients", flat if callable(loss) else loss, *args)
     closed, out = program.jaxpr, program.out_info
-    if len(jax.tree.leaves(out)) != 1 or getattr(out, "shape", None) != () or not is_float(out):
+    if len(jax.tree.leaves(out)) != 1 or getattr(out, "shape", None) != () or not is_floating(out):
         raise ValueError(
             f"{name}: expected a loss that returns one floating scalar; got "
             f"{jax.tree.map(lambda a: f'{a.dtype}{list(a.shape)}', out)}. Return the loss alone, "
@@ -176,26 +176,24 @@ def check_gradients(
         return evaluate(of_given, *xs), true(*xs)
 
     with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) if i in chosen else x for i, x in enumerate(args)]
+        wide = [np.asarray(x, np.float64) if is_floating(np.asarray(x)) else x for x in args]
         given, (value, true) = _run(both, closed, wide)
         if not np.isfinite(value):
             raise ValueError(
                 f"{name}: expected a finite loss; got {float(value)} for finite arguments. Use "
-                "other values, or look for the first one that is not finite with "
-                "analysis.trace_scales."
+                "other values, or find the first that is not finite by analysis.trace_scales."
             )
-        found = _judge([names[i] for i in chosen], given, true, tolerance)
-        report = GradientReport(found, (), float(value))
+        judged = _judge([names[i] for i in chosen], given, true, tolerance)
+        report = GradientReport(judged, (), float(value))
         if report._broken:
-            graphs = []
+            graph = Graph(closed, [i in chosen for i in range(len(args))])
 
-            def measured(*xs: Any) -> Any:
-                flags = [i in chosen for i in range(len(args))]
-                graphs.append(Graph(closed, flags, xs, _gradients_of_op))
-                return graphs[-1].measured
+            def of_ops(*xs: Any) -> list[Any]:
+                comparison = Comparison()
+                comparison.run(closed, xs)
+                return [comparison.gradients.get(op, {}) for op in graph.ops]
 
-            gradients = _run(measured, closed, wide)
-            report = dataclasses.replace(report, guilty=_blame(graphs[-1], gradients))
+            report = dataclasses.replace(report, guilty=_blame(graph, _run(of_ops, closed, wide)))
     return report
 
 
@@ -257,13 +255,39 @@ class Ratio(NamedTuple):
         return cls(constant, float(np.linalg.norm(given - constant * true) / g), g, t)
 
 
+class Comparison(Exact):
+    """Differentiate each outermost custom_vjp function, in first iterations and all branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: dict[tuple[Any, ...], dict[int, tuple[Any, Any]]] = {}
+
+    def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "custom_jvp_call":
+            return self.run(params["call_jaxpr"], operands)
+        if name == "custom_vjp_call":
+            self.gradients[tuple(self.calls)] = _gradients_of_op(eqn, operands)
+        elif name == "scan" and params["length"]:
+            carried, start = sum(scan_counts(params)), -1 if params["reverse"] else 0
+            self.run(params["jaxpr"], operands[:carried] + [x[start] for x in operands[carried:]])
+        elif name == "while":
+            self.run(params["body_jaxpr"], operands[params["cond_nconsts"] :])
+        elif name == "cond":
+            for branch in params["branches"]:
+                self.run(branch, operands[1:])
+        else:
+            return super().apply(eqn, operands)
+        return Exact().apply(eqn, operands)
+
+
 def _gradients_of_op(eqn: Any, operands: list[Any]) -> dict[int, tuple[Any, Any]]:
     """Return the cotangents of a custom_vjp's operands by its own rule, and the true ones."""
     if only_rounds(eqn):
         return {}
     avals, results = types_of(eqn.invars), types_of(eqn.outvars)
-    floats = [i for i, aval in enumerate(avals) if is_float(aval)]
-    kept = [i for i, aval in enumerate(results) if is_float(aval)]
+    floats = [i for i, aval in enumerate(avals) if is_floating(aval)]
+    kept = [i for i, aval in enumerate(results) if is_floating(aval)]
 
     def pulled_back(f: Callable[..., Any], xs: Any, cotangents: Any) -> Any:
         def of_floats(*moved: Any) -> Any:
@@ -286,14 +310,14 @@ def _gradients_of_op(eqn: Any, operands: list[Any]) -> dict[int, tuple[Any, Any]
     return dict(zip(floats, zip(given, true, strict=True), strict=True))
 
 
-def _blame(graph: Graph, gradients: dict[int, dict[Any, Any]]) -> tuple[Guilty, ...]:
+def _blame(graph: Graph, gradients: list[dict[Any, Any]]) -> tuple[Guilty, ...]:
     """Return the ops that break the gradients of a program, given the gradients of each call."""
     edges = graph.live()
     inner = [edge for edge, is_cut in edges if not is_cut]
     wrong: dict[int, list[float]] = {}
     suspects: dict[int, list[tuple[Edge, float]]] = {}
     for edge, is_cut in edges:
-        if edge.op is None or (pair := gradients.get(edge.op, {}).get(edge.operand)) is None:
+        if edge.op is None or (pair := gradients[edge.op].get(edge.operand)) is None:
             continue
         ratio = Ratio.of(*pair)
         # If the gradient is zero for these values, a factor does no harm.
@@ -306,7 +330,7 @@ def _blame(graph: Graph, gradients: dict[int, dict[Any, Any]]) -> tuple[Guilty, 
     suspects = {call: parts for call, parts in suspects.items() if call not in wrong}
     found: dict[Source, Guilty] = {}
     for call in sorted({*wrong, *_unexplained(inner, suspects)}):
-        source = source_of(graph.ops[call])
+        source = source_of(graph.ops[call][-1])
         if call in wrong:
             constants = tuple(wrong[call])
             advice = "its rule does not give a positive multiple of its derivative: correct it"
@@ -337,19 +361,19 @@ def _unexplained(edges: list[Edge], suspects: dict[int, list[tuple[Edge, float]]
         start, end = root(edge.start), root(edge.end)
         if edge not in suspected and start != end:
             parent[start] = end
-    steps = [(call, edge, ratio) for call, parts in suspects.items() for edge, ratio in parts]
-    vertices = {v: i for i, v in enumerate({root(v) for _, e, _ in steps for v in e[:2]})}
-    incidence = np.zeros((len(steps), len(vertices)))
+    steps = [(i, *step) for i, parts in enumerate(suspects.values()) for step in parts]
+    vertices = [[root(edge.start), root(edge.end)] for _, edge, _ in steps]
+    _, columns = np.unique(np.array(vertices, int), return_inverse=True)
+    starts, ends = np.eye(2 * len(steps))[columns.reshape(-1, 2).T]
+    incidence = starts - ends
     logs = np.zeros((len(steps), len(suspects)))  # a column for each call
-    for row, (call, edge, ratio) in enumerate(steps):
-        incidence[row, vertices[root(edge.start)]] += 1
-        incidence[row, vertices[root(edge.end)]] -= 1
-        logs[row, list(suspects).index(call)] = math.log(ratio)
+    for row, (column, _, ratio) in enumerate(steps):
+        logs[row, column] = math.log(ratio)
     # The rest of the logarithms after subtracting the nearest differences of a potential.
     rest = logs - incidence @ (np.linalg.pinv(incidence) @ logs) if steps else logs
     left = set(range(len(suspects)))
     for size in (1, 2, 3):
-        if len(left) > _MOST_SUSPECTS:
+        if len(left) > 100:  # too many groups
             break
         for group in itertools.combinations(range(len(suspects)), size):
             if left.issuperset(group) and np.linalg.norm(rest[:, group].sum(1)) <= 16 * _TOLERANCE:

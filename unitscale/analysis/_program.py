@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ..core import cast, dithered, is_scaled, last_uses, scale_fwd, scan_counts
+from ..core import cast, dithered, is_floating, is_scaled, last_uses, scale_fwd, scan_counts
 
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OPS = (os.path.join(_LIBRARY, "ops", ""), str(sys.modules[scale_fwd.__module__].__file__))
@@ -39,12 +39,9 @@ class Source(NamedTuple):
 
 def source_of(*eqns: Any) -> Source:
     """Return the source of the first equation; the others are the calls around it, inmost first."""
-    source = _source_of_one(eqns[0])
-    for eqn in eqns[1:]:
-        if source.line:
-            break
-        source = _source_of_one(eqn)._replace(op=source.op)
-    return source
+    first = _source_of_one(eqns[0])
+    known = (source for source in map(_source_of_one, eqns) if source.line)
+    return next(known, first)._replace(op=first.op)
 
 
 def _source_of_one(eqn: Any) -> Source:
@@ -77,14 +74,11 @@ def traced(where: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax
         raise TypeError(f"{name}: expected a function; got {type(fn).__name__}")
     try:
         program = jax.jit(fn).trace(*args, **kwargs)
-    except TypeError as error:
-        first, *_ = str(error).strip().splitlines() or [""]
-        if isinstance(error, jax.errors.JAXTypeError):
-            raise TypeError(
-                f"{name}: expected a function that JAX can trace; got one that needs the values of "
-                f"its arguments ({first}). Use jax.lax.cond or jnp.where for choices."
-            ) from error
-        raise
+    except jax.errors.JAXTypeError as error:
+        raise TypeError(
+            f"{name}: expected a function that JAX can trace; got one that needs the values of its "
+            f"arguments ({str(error).splitlines()[0]}). Use jax.lax.cond or jnp.where for choices."
+        ) from error
     if program.jaxpr.effects:
         effects = sorted({type(effect).__name__ for effect in program.jaxpr.effects})
         raise ValueError(
@@ -104,12 +98,6 @@ def leaves_of(tree: Any) -> list[tuple[Any, str]]:
     ]
 
 
-def is_float(x: Any) -> bool:
-    """Return whether an array or an array's type is floating."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-
-
 def types_of(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Return the types of variables of a jaxpr, as `jax.make_jaxpr` takes them."""
     return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
@@ -125,13 +113,11 @@ def inner_program(eqn: Any) -> ClosedJaxpr | None:
     """Return the inner program that an equation applies to all of its operands, if any."""
     if eqn.primitive.name in ("reduce", "reduce_window", "scan", "while", "pallas_call"):
         return None
+    counts = len(eqn.invars), len(eqn.outvars)
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(name)
         inner = ClosedJaxpr(inner, ()) if isinstance(inner, Jaxpr) else inner
-        if isinstance(inner, ClosedJaxpr) and (
-            len(inner.jaxpr.invars) == len(eqn.invars)
-            and len(inner.jaxpr.outvars) == len(eqn.outvars)
-        ):
+        if isinstance(inner, ClosedJaxpr) and (len(inner.in_avals), len(inner.out_avals)) == counts:
             return inner
     return None
 
@@ -224,29 +210,23 @@ class Interpreter:
         branches, args = params["branches"], operands[1:]
         types = [jax.eval_shape(lambda *xs, b=b: self.body(b, xs)[1], *args) for b in branches]
 
-        def taken(number: int) -> Callable[..., Any]:
-            def branch(*xs: Any) -> Any:
-                results, own = self.body(branches[number], xs)
-                rows = [jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), t) for t in types]
-                return results, [*rows[:number], own, *rows[number + 1 :]]
+        def branch(number: int, *xs: Any) -> tuple[list[Any], Any]:
+            results, own = self.body(branches[number], xs)
+            rows = [jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), t) for t in types]
+            rows[number] = own
+            return results, jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
 
-            return branch
-
-        results, rows = lax.switch(operands[0], [*map(taken, range(len(branches)))], *args)
-        return results, jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
+        choices = [functools.partial(branch, number) for number in range(len(branches))]
+        return lax.switch(operands[0], choices, *args)
 
 
 def wide(x: Any) -> Any:
     """Return a floating array in float64, and any other value unchanged."""
-    return lax.convert_element_type(x, jnp.float64) if is_float(x) else x
+    return lax.convert_element_type(x, jnp.float64) if is_floating(x) else x
 
 
 def evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluate a program in float64 without rounding; call it under `jax.enable_x64(True)`.
-
-    Casts and rounding do nothing. Functions with a custom_vjp are replaced by their forward bodies,
-    so that differentiating the result gives the true derivative; custom_jvp rules are kept.
-    """
+    """Evaluate a program in float64; call it under `jax.enable_x64(True)`."""
     arrays = [jnp.asarray(x) if isinstance(x, float | int) else x for x in args]
     return Exact().run(closed, [wide(x) for x in arrays])
 
@@ -263,23 +243,25 @@ def only_rounds(eqn: Any) -> bool:
     inner = inner_program(eqn)
     if inner is None or inner.jaxpr.debug_info.func_name not in _names_of_rounding():
         return False
-    x, *results = eqn.invars[0], *eqn.outvars
-    return len(results) == 1 and all(
-        is_float(v.aval) and v.aval.shape == x.aval.shape for v in (x, *results)
-    )
+    x, *results = ((v.aval.shape, is_floating(v.aval)) for v in (eqn.invars[0], *eqn.outvars))
+    return x[1] and results == [x]
 
 
 class Exact(Interpreter):
-    """Evaluate programs in float64."""
+    """Evaluate programs in float64, without casts and rounding.
+
+    The derivative of the result is the true one, because functions with a custom_vjp are replaced
+    by their forward bodies. Rules of custom_jvp are kept.
+    """
 
     def constant(self, x: Any, aval: Any) -> Any:
         if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return x
-        return np.asarray(x, np.float64 if is_float(aval) else aval.dtype)
+        return np.asarray(x, np.float64 if is_floating(aval) else aval.dtype)
 
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name, inner = eqn.primitive.name, inner_program(eqn)
-        floats = all(is_float(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+        floats = all(is_floating(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
         if name == "reduce_precision" or (name == "convert_element_type" and floats):
             return operands
         if only_rounds(eqn):
@@ -308,11 +290,9 @@ class Exact(Interpreter):
         half, dims = len(operands) // 2, eqn.params["dimensions"]
         join = jnp.vectorize(lambda *both: tuple(self.run(eqn.params["jaxpr"], both)))
         moved = [jnp.moveaxis(x, dims, range(len(dims))) for x in operands[:half]]
-        rows = [x.reshape(-1, *x.shape[len(dims) :]) for x in moved]
-        start = [
-            jnp.broadcast_to(s, x.shape[1:]) for s, x in zip(operands[half:], rows, strict=True)
-        ]
-        return lax.scan(lambda carry, row: (list(join(*carry, *row)), None), start, rows)[0]
+        xs = [x.reshape(-1, *x.shape[len(dims) :]) for x in moved]
+        start = [jnp.broadcast_to(s, x.shape[1:]) for s, x in zip(operands[half:], xs, strict=True)]
+        return lax.scan(lambda carry, x: (list(join(*carry, *x)), None), start, xs)[0]
 
 
 def _bind_wide(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -334,7 +314,7 @@ def _bind_wide(eqn: Any, operands: list[Any]) -> list[Any]:
         except (TypeError, ValueError, NotImplementedError):
             pass  # the operation has no float64 form
     stored = [
-        lax.convert_element_type(x, atom.aval.dtype) if is_float(atom.aval) else x
+        lax.convert_element_type(x, atom.aval.dtype) if is_floating(atom.aval) else x
         for x, atom in zip(operands, eqn.invars, strict=True)
     ]
     return bind(eqn, stored, eqn.params)
@@ -345,7 +325,7 @@ def _custom_jvp(eqn: Any, operands: list[Any]) -> list[Any]:
     closed, avals = eqn.params["call_jaxpr"], types_of(eqn.invars)
     _, rule = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
     float0 = jax.dtypes.float0  # the type of tangents of integers
-    tangents = [a if is_float(a) else jax.ShapeDtypeStruct(a.shape, float0) for a in avals]
+    tangents = [a if is_floating(a) else jax.ShapeDtypeStruct(a.shape, float0) for a in avals]
     try:
         with_tangents = jax.make_jaxpr(rule.call_wrapped)(*avals, *tangents)
     except TypeError:  # FP8 matmuls reject second derivatives; differentiate their bodies instead

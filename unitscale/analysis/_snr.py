@@ -47,9 +47,7 @@ def snr(format: Any, scales: Any, *, block: int | None = None) -> np.ndarray:
     fmt = format_of(format)
     name = "unitscale.analysis.snr"
     if not fmt.signed:
-        raise ValueError(
-            f"{name}: expected a format with a sign; got {fmt.name}. Give the format of the data."
-        )
+        raise ValueError(f"{name}: expected a format with a sign; got {fmt.name}")
     if block is not None and (not isinstance(block, int) or block < 1):
         raise ValueError(f"{name}: block must be a positive number of values; got {block!r}")
     sigma = np.asarray(scales, np.float64)
@@ -111,9 +109,7 @@ def plot_snr(lines: Sequence[tuple[str, Any, int | None]] | None = None, scales:
         axes.plot(sigma, values, style, color=f"C{index % 10}", label=label)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set(
-        xlabel="standard deviation of the values", ylabel="signal to noise (dB)", ylim=(0, None)
-    )
+    axes.set(xlabel="standard deviation", ylabel="signal to noise (dB)", ylim=(0, None))
     axes.grid(alpha=0.25)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure

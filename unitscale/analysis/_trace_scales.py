@@ -15,15 +15,12 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..core import Format, amax, format_of
-from ._program import Interpreter, Source, bind, inner_program, is_float, source_of, traced
+from ..core import Format, amax, format_of, is_floating
+from ._program import Interpreter, Source, bind, inner_program, source_of, traced
 
-# Squares of small or large numbers leave the range of float32, so they are also summed times these.
-UP, DOWN = 2.0**60, 2.0**-60
 # Primitives whose results hold the same numbers as an operand.
 _VIEWS = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape"}
 _VIEWS |= {"rev", "slice", "squeeze", "stop_gradient", "transpose"}
-_NAMED = 60  # plots of more values do not label each
 
 
 def extra(where: str, module: str) -> Any:
@@ -31,10 +28,8 @@ def extra(where: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"unitscale.analysis.{where}: needs {module.split('.')[0]}, which is not installed; "
-            'run pip install "unitscale[recipes]"'
-        ) from error
+        todo = f"needs {module.split('.')[0]}; run pip install 'unitscale[recipes]'"
+        raise ImportError(f"unitscale.analysis.{where}: {todo}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +147,7 @@ class ScaleTrace(Sequence[ScaleRecord]):
             axes.axhspan(fmt.smallest_normal, fmt.max, alpha=0.12, label=name, **shade)
         axes.set(ylim=(low, high), xlim=(-1, max(count, 1)), ylabel="RMS and amax")
         axes.set_xlabel("value, in program order")
-        if 0 < count <= _NAMED:
+        if 0 < count <= 60:  # more labels would overlap
             axes.set_xticks(range(count), [r.label[-48:] for r in self], rotation=90, fontsize=8)
         if axes.get_legend_handles_labels()[0]:
             figure.legend(loc="outside upper center", ncols=4, frameon=False)
@@ -195,50 +190,42 @@ def trace_scales(
         >>> any(r.backward for r in trace)
         True
     """
+    where = "unitscale.analysis.trace_scales"
     kept = tuple(format_of(f) for f in ((formats,) if isinstance(formats, str) else formats))
     if sample is not None and sample < 1:
-        raise ValueError(
-            "unitscale.analysis.trace_scales: sample must be at least 1, or None for all elements; "
-            f"got {sample}"
-        )
+        raise ValueError(f"{where}: sample must be at least 1, or None for all; got {sample}")
     memory: dict[Any, Any] = {}
 
     def measured(*args: Any, **kwargs: Any) -> ScaleTrace:
         program = traced("trace_scales", fn, *args, **kwargs)
         watcher = Watcher(kept, sample, memory)
         leaves, keystr = jax.tree_util.tree_leaves_with_path((args, kwargs)), jax.tree_util.keystr
-        inputs = [
-            x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
-            for (_, x), var in zip(leaves, program.jaxpr.jaxpr.invars, strict=True)
-        ]
-        for x, (path, _) in zip(inputs, leaves, strict=True):
-            if is_float(x):
+        inputs = []
+        for (path, x), var in zip(leaves, program.jaxpr.jaxpr.invars, strict=True):
+            x = x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype)
+            inputs.append(x)
+            if is_floating(x):
                 name = keystr(path[1:])
-                watcher.measure(x, _record(x, Source("input", ""), "input", name=name))
+                watcher.measure(x, _about(x, Source("input", ""), "input", name=name))
         results = watcher.run(program.jaxpr, inputs)
         if not watcher.records:
-            raise ValueError(
-                "unitscale.analysis.trace_scales: expected a function with floating values; got "
-                "one that computes none from its arguments. Integers have no scale."
-            )
+            raise ValueError(f"{where}: expected a function with floating values; got none")
         paths = jax.tree_util.tree_leaves_with_path(program.out_info)
         for value, (path, _) in zip(results, paths, strict=True):
             if (index := watcher.noted.get(id(value))) is not None:
-                record = watcher.records[index]
-                watcher.records[index] = dataclasses.replace(record, name=f"result{keystr(path)}")
+                watcher.records[index] = f"result{keystr(path)}", *watcher.records[index][1:]
         rows = np.concatenate(jax.device_get(watcher.rows)).astype(np.float64)
         pairs = zip(watcher.records, rows, strict=True)
-        records = tuple(_with_statistics(record, row, kept) for record, row in pairs)
+        records = tuple(_record(about, row, kept) for about, row in pairs)
         result = jax.tree.unflatten(jax.tree.structure(program.out_info), results)
         return ScaleTrace(records, result)
 
     return measured
 
 
-def _record(x: Any, source: Source, primitive: str, scope: str = "", name: str = "") -> ScaleRecord:
-    """Return the record of a value, without its statistics."""
-    about = name, source, primitive, scope, "transpose(" in scope, tuple(x.shape), x.dtype.name
-    return ScaleRecord(*about, executions=0, rms=0.0, amax=0.0, zeros=0.0, formats={})
+def _about(x: Any, source: Source, primitive: str, scope: str = "", name: str = "") -> Any:
+    """Return the fields of a value's `ScaleRecord` that precede its statistics."""
+    return name, source, primitive, scope, "transpose(" in scope, tuple(x.shape), x.dtype.name
 
 
 class Watcher(Interpreter):
@@ -247,26 +234,28 @@ class Watcher(Interpreter):
     def __init__(self, formats: tuple[Format, ...], sample: int | None, memory: dict[Any, Any]):
         super().__init__()
         self.formats, self.sample, self.memory = formats, sample, memory
-        self.records: list[ScaleRecord] = []
+        self.records: list[Any] = []  # without statistics
         self.rows: list[Any] = []
         self.noted: dict[int, int] = {}  # index of a value's record, by the value's id
         # Values that depend on no input are not measured; kept here so that ids are not reused.
         self.constants: dict[int, Any] = {}
 
-    def measure(self, x: Any, record: ScaleRecord) -> None:
+    def measure(self, x: Any, about: Any) -> None:
         """Add a value and its statistics."""
-        self.records.append(record)
+        self.records.append(about)
         self.rows.append(_row(x, self.sample, self.formats))
 
     def body(self, closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], Any]:
-        outer, self.rows = self.rows, [jnp.zeros((0, 6 + 3 * len(self.formats)), jnp.float32)]
+        outer, self.rows = self.rows, [jnp.zeros((0, 4 + 3 * len(self.formats)), jnp.float32)]
         results = self.run(closed, args)
         rows, self.rows = jnp.concatenate(self.rows), outer
         return results, rows
 
     def combined(self, rows: Any) -> Any:
         most = rows[..., -1:].max(0, initial=0.0)
-        return jnp.append(rows[..., :-1].sum(0), most, axis=-1)
+        ratio = jnp.where(most > 0, rows[..., -1:] / most, 0.0)
+        sums = rows.at[..., 1:2].multiply(ratio**2).sum(0)
+        return sums.at[..., -1:].set(most)
 
     def apply(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name, inner = eqn.primitive.name, inner_program(eqn)
@@ -305,48 +294,36 @@ class Watcher(Interpreter):
         found = [
             (var, value)
             for var, value in zip(eqn.outvars, results, strict=True)
-            if is_float(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar"
+            if is_floating(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar"
         ]
 
-        def records() -> list[ScaleRecord]:
-            scope = "/".join(part for e in self.calls if (part := str(e.source_info.name_stack)))
-            source = source_of(*reversed(self.calls))
-            return [_record(var.aval, source, eqn.primitive.name, scope) for var, _ in found]
-
-        for (_, value), record in zip(found, self.once(records), strict=True):
+        if (where := tuple(self.calls)) not in self.memory:
+            scope = "/".join(part for e in where if (part := str(e.source_info.name_stack)))
+            self.memory[where] = source_of(*reversed(where)), eqn.primitive.name, scope
+        for var, value in found:
             self.noted[id(value)] = len(self.records)
-            self.measure(value, record)
-
-    def once(self, make: Callable[[], Any]) -> Any:
-        """Return ``make()`` of the first time that the current equation was applied."""
-        where = tuple(self.calls)
-        if where not in self.memory:
-            self.memory[where] = make()
-        return self.memory[where]
+            self.measure(value, _about(var.aval, *self.memory[where]))
 
     def _control(self, eqn: Any, operands: list[Any]) -> Any:
         """Execute control flow; programs with the same text are compiled once."""
 
-        def once_each(*xs: Any) -> tuple[list[Any], Any]:
+        def run(*xs: Any) -> tuple[list[Any], Any]:
             before = len(self.records)
             results, rows = self.control(eqn, [*xs])
             del self.records[before + len(rows) :]  # JAX may have traced a body several times
             return results, rows
 
         if any(isinstance(x, Tracer) for x in operands):
-            return once_each(*operands)
-
-        def compiled() -> tuple[Any, list[ScaleRecord]]:
+            return run(*operands)
+        if (where := tuple(self.calls)) not in self.memory:
             before = len(self.records)
-            lowered = jax.jit(once_each).lower(*operands)
-            records = self.records[before:]
-            del self.records[before:]
+            lowered = jax.jit(run).lower(*operands)
             key = lowered.as_text(), *(getattr(x, "sharding", None) for x in operands)
             if key not in self.memory:
                 self.memory[key] = lowered.compile()
-            return self.memory[key], records
-
-        program, records = self.once(compiled)
+            self.memory[where] = self.memory[key], self.records[before:]
+            del self.records[before:]
+        program, records = self.memory[where]
         self.records += records
         return program(*operands)
 
@@ -355,7 +332,7 @@ class Watcher(Interpreter):
 def _row(x: Any, sample: int | None, formats: tuple[Format, ...]) -> Any:
     """Return statistics (1, width) of an array, estimated from a sample.
 
-    Count; squares times 1, `UP` and `DOWN`; zeros; zero, small and large by format; amax.
+    Count; squares relative to amax, so as not to overflow; zeros; shares by format; amax.
     """
     mesh, measure = jax.typeof(x).sharding.mesh, functools.partial(_measure, sample, formats)
     if AxisType.Explicit in mesh.axis_types:
@@ -366,13 +343,11 @@ def _row(x: Any, sample: int | None, formats: tuple[Format, ...]) -> Any:
 
 
 def _measure(sample: int | None, formats: tuple[Format, ...], x: Any) -> Any:
-    part = x.reshape(-1)
-    if sample is not None and x.size >= 2 * sample:
-        step = x.size // sample
-        # An odd stride visits every column of a matrix whose width is a power of two.
-        part = lax.slice(part, (0,), (x.size,), (step - 1 + step % 2,))
-    elements = jnp.abs(part.astype(jnp.float32))
-    terms = [elements**2, (elements * UP) ** 2, (elements * DOWN) ** 2, elements == 0]
+    step = x.size // sample if sample is not None and x.size >= 2 * sample else 1
+    # An odd stride visits every column of a matrix whose width is a power of two.
+    part = x.reshape(-1)[:: step - 1 + step % 2]
+    elements, most = jnp.abs(part.astype(jnp.float32)), amax(x).astype(jnp.float32)
+    terms = [jnp.where(most > 0, elements / most, 0) ** 2, elements == 0]
     for f in formats:
         terms += [elements <= f.smallest_subnormal / 2, elements < f.smallest_normal]
         terms += [elements > f.max]
@@ -381,27 +356,21 @@ def _measure(sample: int | None, formats: tuple[Format, ...], x: Any) -> Any:
     zeros = (np.zeros((), np.float32),) * len(operands)
     sums = lax.reduce(operands, zeros, lambda a, b: tuple(map(lax.add, a, b)), (0,))
     share = x.size / max(part.size, 1)
-    most = amax(x).astype(jnp.float32)
     return jnp.stack([jnp.float32(x.size), *(total * share for total in sums), most])[None]
 
 
-def _with_statistics(
-    record: ScaleRecord, row: np.ndarray, formats: tuple[Format, ...]
-) -> ScaleRecord:
-    count, squares, small, large, zeros, *rest, most = row.tolist()
+def _record(about: Any, row: np.ndarray, formats: tuple[Format, ...]) -> ScaleRecord:
+    *_, shape, _ = about
+    count, squares, zeros, *rest, most = row.tolist()
     safe = max(count, 1.0)
-    if 0 < most < DOWN * 2**4 or squares == 0:
-        squares = small * DOWN**2
-    elif not math.isfinite(squares):
-        squares = large * UP**2
     shares = {}
     for index, fmt in enumerate(formats):
         lost, below, above = (part / safe for part in rest[3 * index : 3 * index + 3])
         shares[fmt.name] = FormatShares(zero=lost, subnormal=below - lost, saturated=above)
-    return dataclasses.replace(
-        record,
-        executions=round(count / max(math.prod(record.shape), 1)),
-        rms=math.sqrt(squares / safe) if math.isfinite(most) else most,
+    return ScaleRecord(
+        *about,
+        executions=round(count / max(math.prod(shape), 1)),
+        rms=most * math.sqrt(squares / safe) if math.isfinite(most) else most,
         amax=most,
         zeros=zeros / safe,
         formats=shares,
