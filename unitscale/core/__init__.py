@@ -42,10 +42,16 @@ from ._arithmetic import (
 )
 from ._autodiff import (
     drop_value as drop_value,
+    gradient_values as gradient_values,
+    gradients_format as gradients_format,
     multiply as multiply,
-    value_gradient as value_gradient,
+    narrow_gradients as narrow_gradients,
+    value_gradients as value_gradients,
+    weight_gradient_dtype as weight_gradient_dtype,
     wide_data as wide_data,
     with_data as with_data,
+    with_probes as with_probes,
+    without_probes as without_probes,
 )
 from ._compat import (
     cudnn_accepts_float32 as cudnn_accepts_float32,

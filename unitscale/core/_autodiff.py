@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from ._arithmetic import to_float
+from ._arithmetic import scale_near, to_float
 from ._compat import custom_vjp
-from ._formats import is_floating, narrow, widen
+from ._convert import amax
+from ._formats import cast, format_of, is_float8, is_floating, materialize, narrow, widen
 from ._scaled_array import ScaledArray, is_scaled, loss_value
 
 
@@ -96,12 +98,120 @@ def with_data(x: Any, data: Any) -> Any:
     return ScaledArray(data, x.scale, block_shape=x.block_shape) if is_scaled(x) else data
 
 
-def value_gradient(x: Any, cotangent: Any) -> Any:
-    """Convert the gradient of ``x.data`` to that of ``x.value``: divide by the scale."""
-    return cotangent / to_float(x.full_scale) if is_scaled(x) else cotangent
-
-
 _map_scaled = partial(jax.tree.map, is_leaf=is_scaled)
+
+# -- gradients of values ---------------------------------------------------------------------
+
+# Whether gradients are kept in fewer bits. It is part of JAX's cache keys, so what is traced inside
+# `value_and_grad` is not reused outside.
+_NARROW: Any = jax.make_user_context(None)
+
+
+def gradients_format(where: str, dtype: Any) -> Any:
+    """Return the dtype that gradients are stored in, or None for float32."""
+    fmt = None if dtype is None else format_of(dtype)
+    if fmt is None or fmt.name == "float32":
+        return None
+    if fmt.name == "bfloat16" or is_float8(fmt.dtype):
+        return fmt.dtype
+    raise ValueError(
+        f"unitscale.{where}: gradients_dtype must be float32, bfloat16, float8_e4m3fn or "
+        f"float8_e5m2; got {fmt.name}. Gradients do not fit into the range of other formats."
+    )
+
+
+def narrow_gradients(dtype: Any) -> Any:
+    """Return a context in which FP8 matmuls write gradients of weights in bfloat16."""
+    return _NARROW(dtype is not None or None)
+
+
+def weight_gradient_dtype(dtype: Any) -> Any:
+    """Return the dtype in which an FP8 matmul writes the gradient of a weight of ``dtype``."""
+    return jnp.dtype(jnp.bfloat16) if _NARROW.value and dtype == jnp.float32 else dtype
+
+
+@custom_vjp
+def _probe(x):
+    return jnp.zeros_like(x, jnp.bfloat16)
+
+
+@custom_vjp
+def _probed(x, probe):
+    return x
+
+
+_probe.defvjp(lambda x: (_probe(x), None), lambda _, cotangent: (widen(cotangent),))
+_probed.defvjp(lambda x, _: (x, None), lambda _, cotangent: (None, narrow(cotangent, jnp.bfloat16)))
+
+
+def with_probes(tree: Any) -> Any:
+    """Return a tree to scan over, so that stacked gradients are bfloat16 (`without_probes`).
+
+    The gradient of a scanned array has its dtype, float32. Here each float32 array is a constant,
+    next to zeros in bfloat16 that take its gradient. Outside of `narrow_gradients` arrays are kept.
+    """
+
+    def pair(x: Any) -> Any:
+        narrows = _NARROW.value and x.dtype == jnp.float32 and x.ndim > 2
+        return (lax.stop_gradient(x), _probe(x)) if narrows else (x, None)
+
+    return jax.tree.map(pair, tree)
+
+
+def without_probes(tree: Any) -> Any:
+    """Return the tree, or an item of it, that `with_probes` changed."""
+
+    def join(x: Any) -> Any:
+        return x[0] if x[1] is None else _probed(*x)
+
+    return jax.tree.map(join, tree, is_leaf=lambda x: type(x) is tuple)
+
+
+def _is_whole(x: Any) -> bool:
+    return is_scaled(x) or getattr(x, "keeps_gradient_dtype", False)
+
+
+def value_gradients(own: Any, cotangents: Any, dtype: Any = None, key: Any = None) -> Any:
+    """Convert gradients of data to gradients of values, in a format of `gradients_format`."""
+    leaves, structure = jax.tree.flatten(own, is_leaf=_is_whole)
+    found = structure.flatten_up_to(cotangents)
+    keys = [None] * len(leaves) if key is None else list(jax.random.split(key, len(leaves)))
+    return structure.unflatten(map(partial(_value_gradient, dtype=dtype), leaves, found, keys))
+
+
+def _value_gradient(x: Any, cotangent: Any, key: Any, dtype: Any) -> Any:
+    narrows = dtype is not None and is_floating(cotangent) and cotangent.ndim > 1
+    if narrows:
+        # Without a barrier, XLA would keep the float32 array that it rounds here.
+        cotangent = materialize(narrow(cotangent, jnp.bfloat16))
+    if is_scaled(x):  # the gradient of the data, divided by the scale
+        cotangent = widen(cotangent) / to_float(x.full_scale)
+    if not narrows:
+        return cotangent
+    return _quantized(cotangent, dtype, key) if is_float8(dtype) else narrow(cotangent, dtype)
+
+
+def _quantized(gradient: jax.Array, dtype: Any, key: Any) -> ScaledArray:
+    axes = (-2, -1) if gradient.ndim > 2 else None
+    largest = amax(gradient, axes)
+    scale = jnp.maximum(scale_near(largest / format_of(dtype).max, "up"), 2.0**-126)
+    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    rounding = "nearest" if key is None else "stochastic"
+    return ScaledArray(materialize(cast(widen(gradient) / scale, dtype, rounding, key)), scale)
+
+
+def gradient_values(gradients: Any) -> Any:
+    """Return gradients as float32 arrays (float64 stays); ScaledArrays are those of FP8.
+
+    Other ScaledArrays, such as those that `jax.grad` returns, are kept.
+    """
+
+    def value(x: Any) -> Any:
+        if is_scaled(x):
+            return x.value if is_float8(x.dtype) else x
+        return widen(x) if is_floating(x) else x
+
+    return jax.tree.map(value, gradients, is_leaf=is_scaled)
 
 
 def value_and_grad(
@@ -110,6 +220,8 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     allow_int: bool = False,
+    gradients_dtype: Any = None,
+    gradients_key: jax.Array | None = None,
 ) -> Callable[..., Any]:
     """Differentiate like `jax.value_and_grad`, with respect to the values of ScaledArrays.
 
@@ -119,15 +231,30 @@ def value_and_grad(
         does not depend on how a value is split into data and scale, so norms, clipping and averages
         of gradients are correct. (`jax.grad` differentiates with respect to the data.)
 
+        With ``gradients_dtype`` gradients of matrices take fewer bytes. FP8 matmuls write them in
+        bfloat16, rounded to nearest (their factor too); other ops round them from float32. FP8
+        gradients are then divided by a power of two, 2^ceil(log2(amax / largest number of the
+        format)), between 2^-126 and 2^126, and rounded again; 1 if all entries are zero. If an
+        entry is not finite, the whole tensor is NaN. Entries below about 2^-18 of the largest
+        become zero in float8_e4m3fn, below 2^-32 in float8_e5m2; with a key they are kept on
+        average. Each matrix of a stack has its own scale. Vectors and scalars stay in float32.
+
     Args:
         fun: function of any pytrees that returns a scalar; the loss may be a ScaledArray.
         argnums: positions of the arguments to differentiate with respect to.
         has_aux: whether ``fun`` returns ``(value, aux)``.
         allow_int: whether arguments may hold integers, as in `jax.value_and_grad`.
+        gradients_dtype: None for float32, "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+        gradients_key: `jax.random` key to round FP8 gradients stochastically, a new one for each
+            step; None rounds to nearest.
 
     Returns:
         A function with the arguments of ``fun`` that returns ``(value, gradients)``. Gradients have
-        the structure of the arguments, with a plain float32 array for each ScaledArray.
+        the structure of the arguments, with a plain float32 array for each ScaledArray. In FP8 they
+        are ScaledArrays: `optim.scaled` accepts them; call ``to_array(gradients)`` for other uses.
+
+    Raises:
+        ValueError: if ``gradients_dtype`` is another format.
 
     Example:
         >>> w = ScaledArray(jnp.ones(2, jnp.float16), 4.0)
@@ -136,6 +263,7 @@ def value_and_grad(
         24.0 [3. 3.]
     """
     chosen = (argnums,) if isinstance(argnums, int) else argnums
+    dtype = gradients_format("value_and_grad", gradients_dtype)
 
     @wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -153,8 +281,9 @@ def value_and_grad(
             return loss_value(fun(*given, **kwargs), has_aux)
 
         differentiate = jax.value_and_grad(by_data, has_aux=has_aux, allow_int=allow_int)
-        value, cotangents = differentiate(_map_scaled(wide_data, own))
-        gradients = _map_scaled(value_gradient, own, cotangents)
+        with narrow_gradients(dtype):
+            value, cotangents = differentiate(_map_scaled(wide_data, own))
+        gradients = value_gradients(own, cotangents, dtype, gradients_key)
         return value, gradients[0] if isinstance(argnums, int) else gradients
 
     return run
@@ -166,6 +295,8 @@ def grad(
     has_aux: bool = False,
     *,
     allow_int: bool = False,
+    gradients_dtype: Any = None,
+    gradients_key: jax.Array | None = None,
 ) -> Callable[..., Any]:
     """Differentiate like `jax.grad`, with respect to the values of ScaledArrays.
 
@@ -175,7 +306,15 @@ def grad(
         A function with the arguments of ``fun`` that returns the gradients; with ``has_aux``,
         ``(gradients, aux)``.
     """
-    return drop_value(value_and_grad(fun, argnums, has_aux, allow_int=allow_int), has_aux)
+    differentiate = value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        allow_int=allow_int,
+        gradients_dtype=gradients_dtype,
+        gradients_key=gradients_key,
+    )
+    return drop_value(differentiate, has_aux)
 
 
 def drop_value(differentiate: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
