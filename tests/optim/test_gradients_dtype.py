@@ -97,19 +97,26 @@ def test_a_key_makes_rounding_unbiased_and_differs_by_array() -> None:
         np.testing.assert_allclose(np.mean(g[:, 1:]), 17, atol=0.05)
 
 
+INNER = {
+    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "sgd": optax.sgd(0.1, 0.9),
+    "lion": optax.lion(1e-2),
+    "muon": optax.contrib.muon(1e-2),
+}
+
+
 @pytest.mark.parametrize(
-    "inner",
-    [optax.adamw(1e-2), optax.sgd(0.1, 0.9), optax.lion(1e-2), optax.contrib.muon(1e-2),
-     optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))],
-    ids=["adamw", "sgd", "lion", "muon", "clip"],
+    ("inner", "dtype"),
+    [("clip", "float8_e4m3fn"), ("sgd", "bfloat16"),
+     *(pytest.param(i, d, marks=pytest.mark.slow) for i in INNER for d in FORMATS)],
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_optimizers_take_the_values(inner: Any, dtype: str) -> None:
+def test_optimizers_take_the_values(inner: str, dtype: str) -> None:
     """`scaled` and `nn.Optimizer` do with narrow gradients as with the same ones in float32."""
     grads = unitscale.grad(loss, gradients_dtype=dtype)(WEIGHTS)
     wide = jax.tree.map(jnp.float32, to_array(grads))
     np.testing.assert_allclose(optim.global_norm(grads), optim.global_norm(wide), rtol=1e-6)
-    for tx in (scaled(inner), optim.skip_nonfinite(scaled(inner)), optim.skip_nonfinite(inner)):
+    plain, own = INNER[inner], scaled(INNER[inner])
+    for tx in (own, optim.skip_nonfinite(own), optim.skip_nonfinite(plain)):
         params = tx.scale_params(jax.tree.map(jnp.asarray, WEIGHTS))
         step = jax.jit(tx.step)
         results = [step(params, tx.init(params), g) for g in (grads, wide)]
@@ -148,8 +155,12 @@ def test_gradients_in_fp8_are_exchanged_by_value() -> None:
         mean({"stack": grads["stack"]})
 
 
-@pytest.mark.parametrize("policy", ["float32", "bfloat16", "fp8", "fp8_delayed"])
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "scan"),
+    [("fp8_delayed", True),
+     *(pytest.param(policy, scan, marks=pytest.mark.slow)
+       for policy in ("float32", "bfloat16", "fp8") for scan in (False, True))],
+)  # fmt: skip
 def test_models(policy: str, scan: bool) -> None:
     """Gradients of a model are those in float32, rounded; amax state is not."""
     x = jnp.asarray(numbers(3, 2, 6, 16))

@@ -303,8 +303,9 @@ class Optimizer(nnx.Optimizer):
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Update the model's parameters by one step, with gradients of the ``wrt`` variables.
 
-        Gradients in fewer bits (`unitscale.value_and_grad`) are converted to float32. Keyword arguments are passed on to ``tx``. Returns the new parameters if ``tx`` is scaled,
-        else the updates.
+        Gradients in fewer bits (`unitscale.value_and_grad`) are converted to float32. Keyword
+        arguments are passed on to ``tx``. Returns the new parameters if ``tx`` is scaled, else the
+        updates.
         """
         step = getattr(self.tx, "step", None)
         if step is None:

@@ -167,11 +167,10 @@ def _wide_gradients(gradients: Any, params: Any) -> Any:
     """Return gradients in float32, after checking that they are values and fit the parameters."""
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
     found, other = jax.tree.flatten_with_path(gradients, is_leaf=_is_leaf)
-    narrow = {x.dtype for x in leaves if is_scaled(x)}
+    stored = {x.dtype for x in leaves if is_scaled(x)}
     for path, gradient in found:
-        # An FP8 gradient of `value_and_grad`; `jax.grad` returns the format of the parameter.
-        by_value = is_scaled(gradient) and is_float8(gradient.dtype) and gradient.dtype not in narrow
-        if is_scaled(gradient) and not by_value:
+        # `value_and_grad` returns ScaledArrays in FP8, `jax.grad` in the formats of parameters.
+        if is_scaled(gradient) and (not is_float8(gradient.dtype) or gradient.dtype in stored):
             raise TypeError(
                 "unitscale.optim: gradients must be arrays, or in FP8; got a ScaledArray at "
                 f"grads{jax.tree_util.keystr(path)}. Differentiate with unitscale.grad or "

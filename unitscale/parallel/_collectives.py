@@ -76,8 +76,8 @@ def _gradient_leaves(where: str, grads: Any, axis_name: AxisName) -> tuple[list[
     leaves = jax.tree.leaves(grads, is_leaf=is_scaled)
     if any(is_scaled(x) and is_float8(x.dtype) for x in leaves):
         raise TypeError(
-            f"unitscale.parallel.{where}: grads must be plain arrays; got ScaledArrays in FP8, whose "
-            "data and scale would be averaged separately. Call to_array(grads) first."
+            f"unitscale.parallel.{where}: grads must be plain arrays; got ScaledArrays in FP8. "
+            "Call to_array(grads) first: data and scale would be averaged separately."
         )
     found, structure = jax.tree.flatten_with_path(grads)
     for path, leaf in found:
