@@ -310,6 +310,8 @@ def matmul(lhs, rhs, groups, multiplier, state, core):
 
 def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     lhs, saw_lhs = core.quantize(lhs, LHS, state, core.spec)
+    if core.config is not None:
+        lhs = jax.tree.map(_lowering.saveable, lhs)
     rhs, saw_rhs = core.quantize(rhs, RHS, state, core.spec)
     left, right, factors = lhs, rhs, core.factors
     if multiplier is not None:
