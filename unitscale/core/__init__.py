@@ -42,16 +42,14 @@ from ._arithmetic import (
 )
 from ._autodiff import (
     drop_value as drop_value,
+    gradient_probe as gradient_probe,
     gradient_values as gradient_values,
     gradients_format as gradients_format,
     multiply as multiply,
     narrow_gradients as narrow_gradients,
     value_gradients as value_gradients,
     weight_gradient_dtype as weight_gradient_dtype,
-    wide_data as wide_data,
-    with_data as with_data,
-    with_probes as with_probes,
-    without_probes as without_probes,
+    with_probe as with_probe,
 )
 from ._compat import (
     cudnn_accepts_float32 as cudnn_accepts_float32,

@@ -7,12 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ._arithmetic import scale_near, to_float
-from ._compat import custom_vjp
+from ._compat import custom_vjp, match_varying
 from ._convert import amax
-from ._formats import cast, format_of, is_float8, is_floating, materialize, narrow, widen
+from ._formats import (
+    cast,
+    format_of,
+    is_float8,
+    is_floating,
+    materialize,
+    narrow,
+    wide_dtype,
+    widen,
+)
 from ._scaled_array import ScaledArray, is_scaled, loss_value
 
 
@@ -84,20 +92,6 @@ def scale_bwd(x: Any, factor: float) -> Any:
     return scale(x, 1.0, factor)
 
 
-def wide_data(x: Any) -> Any:
-    """Return the data of a ScaledArray in float32 or wider, to differentiate with respect to it.
-
-    The data's gradient is the value's gradient times the scale: with a scale of 2^10, it would
-    overflow float16 for value gradients above 64.
-    """
-    return widen(x.data) if is_scaled(x) else x
-
-
-def with_data(x: Any, data: Any) -> Any:
-    """Return ``x`` with other data and the same scale; if it is not a ScaledArray, the data."""
-    return ScaledArray(data, x.scale, block_shape=x.block_shape) if is_scaled(x) else data
-
-
 _map_scaled = partial(jax.tree.map, is_leaf=is_scaled)
 
 # -- gradients of values ---------------------------------------------------------------------
@@ -131,40 +125,69 @@ def weight_gradient_dtype(dtype: Any) -> Any:
 
 
 @custom_vjp
-def _probe(x):
-    return jnp.zeros_like(x, jnp.bfloat16)
-
-
-@custom_vjp
-def _probed(x, probe):
+def _with_probe(x, probe):
     return x
 
 
-_probe.defvjp(lambda x: (_probe(x), None), lambda _, cotangent: (widen(cotangent),))
-_probed.defvjp(lambda x, _: (x, None), lambda _, cotangent: (None, narrow(cotangent, jnp.bfloat16)))
+_with_probe.defvjp(
+    lambda x, probe: (x, jnp.zeros((0,), probe.dtype)),
+    lambda like, cotangent: (None, narrow(cotangent, like.dtype)),
+)
 
 
-def with_probes(tree: Any) -> Any:
-    """Return a tree to scan over, so that stacked gradients are bfloat16 (`without_probes`).
+@jax.tree_util.register_pytree_with_keys_class
+class DifferentiableArray(ScaledArray):
+    """A parameter inside a function that is differentiated: its data is float32 or wider.
 
-    The gradient of a scanned array has its dtype, float32. Here each float32 array is a constant,
-    next to zeros in bfloat16 that take its gradient. Outside of `narrow_gradients` arrays are kept.
+    The gradient of float16 data would be float16, too, and overflow. Here it is the gradient of
+    ``probe``, an array of zeros that only gives it a dtype. Each use converts ``stored`` anew, so
+    that scans and `jax.checkpoint` do not keep float32 copies of all parameters.
     """
 
-    def pair(x: Any) -> Any:
-        narrows = _NARROW.value and x.dtype == jnp.float32 and x.ndim > 2
-        return (lax.stop_gradient(x), _probe(x)) if narrows else (x, None)
+    __slots__ = ("probe", "stored")
 
-    return jax.tree.map(pair, tree)
+    stored: jax.Array
+    probe: jax.Array
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a ScaledArray: results of operators have no probe of their own."""
+        return ScaledArray(*args, **kwargs)
+
+    @property
+    def data(self) -> jax.Array:
+        """The data, converted from the format in which it is stored."""
+        return _with_probe(widen(self.stored), self.probe)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Flatten into stored data, probe and scale."""
+        key = jax.tree_util.GetAttrKey
+        parts = (self.stored, self.probe, self._scale)
+        names = map(key, ("data", "probe", "scale"))
+        return tuple(zip(names, parts, strict=True)), self._block_shape
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "DifferentiableArray":
+        """Rebuild without checks, because JAX also unflattens placeholders."""
+        stored, probe, scale = children
+        new = object.__new__(cls)
+        new._set(stored=stored, probe=probe, _scale=scale, _block_shape=aux)
+        new._set(_has_scale=scale is not None)
+        return new
 
 
-def without_probes(tree: Any) -> Any:
-    """Return the tree, or an item of it, that `with_probes` changed."""
+def gradient_probe(x: Any, dtype: Any = None) -> Any:
+    """Return the array by which a ScaledArray is differentiated; other leaves unchanged."""
+    if not is_scaled(x):
+        return x
+    dtype = jnp.bfloat16 if dtype is not None and x.ndim > 1 else wide_dtype(x.dtype)
+    return match_varying((jnp.zeros_like(x.data, dtype), x.data))[0]
 
-    def join(x: Any) -> Any:
-        return x[0] if x[1] is None else _probed(*x)
 
-    return jax.tree.map(join, tree, is_leaf=lambda x: type(x) is tuple)
+def with_probe(x: Any, probe: Any) -> Any:
+    """Return ``x`` with the gradient of its data in ``probe``; if not a ScaledArray, the probe."""
+    if not is_scaled(x):
+        return probe
+    return DifferentiableArray.tree_unflatten(x.block_shape, (x.data, probe, x.scale))
 
 
 def _is_whole(x: Any) -> bool:
@@ -277,12 +300,14 @@ def value_and_grad(
         def by_data(data: tuple[Any, ...]) -> Any:
             given = list(args)
             for n, x, wide in zip(chosen, own, data, strict=True):
-                given[n] = _map_scaled(with_data, x, wide)
+                given[n] = _map_scaled(with_probe, x, wide)
             return loss_value(fun(*given, **kwargs), has_aux)
 
         differentiate = jax.value_and_grad(by_data, has_aux=has_aux, allow_int=allow_int)
         with narrow_gradients(dtype):
-            value, cotangents = differentiate(_map_scaled(wide_data, own))
+            value, cotangents = differentiate(
+                _map_scaled(partial(gradient_probe, dtype=dtype), own)
+            )
         gradients = value_gradients(own, cotangents, dtype, gradients_key)
         return value, gradients[0] if isinstance(argnums, int) else gradients
 

@@ -12,14 +12,14 @@ from flax import nnx
 
 from ..core import (
     drop_value,
+    gradient_probe,
     gradient_values,
     gradients_format,
     is_scaled,
     loss_value,
     narrow_gradients,
     value_gradients,
-    wide_data,
-    with_data,
+    with_probe,
 )
 from ..quant import TENSORS, QuantState
 from ._amax import AmaxState, amax_states, map_states
@@ -90,17 +90,17 @@ def value_and_grad(
         ]
         models = [bound.args[diff.argnum] for diff in wanted]
         scaled = [dict(_scaled_params(m, d)) for m, d in zip(models, wanted, strict=True)]
-        data = [{k: wide_data(v.get_value()) for k, v in own.items()} for own in scaled]
+        data = [{k: gradient_probe(v.get_value(), dtype) for k, v in own.items()} for own in scaled]
 
         def by_data(data: list[dict[Path, jax.Array]], *args: Any) -> Any:
-            """Call ``f`` with the data of ScaledArrays passed as a separate float32 argument."""
+            """Call ``f`` with the gradients of ScaledArrays in a separate argument."""
             replaced = [
                 (variable, variable.get_value(), own[path])
                 for diff, own in zip(wanted, data, strict=True)
                 for path, variable in _scaled_params(args[diff.argnum], diff)
             ]
-            for variable, stored, wide in replaced:
-                variable.set_value(with_data(stored, wide))
+            for variable, stored, probe in replaced:
+                variable.set_value(with_probe(stored, probe))
             try:
                 return loss_value(f(*args, **bound.kwargs), has_aux)
             finally:

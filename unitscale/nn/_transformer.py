@@ -15,8 +15,6 @@ from ..core import (
     is_scaled,
     shard_activations,
     to_float,
-    with_probes,
-    without_probes,
 )
 from ._attention import KVCache, MultiHeadAttention
 from ._mlp import GATED, MLP, Activation
@@ -408,13 +406,13 @@ def scan_layers(
 
     def body(h: Any, item: Any) -> Any:
         own, leaves, entry = item
-        layer = nnx.merge(graphdef, without_probes(own), jax.tree.unflatten(structure, leaves))
+        layer = nnx.merge(graphdef, own, jax.tree.unflatten(structure, leaves))
         y = call(layer, h, entry)
         new = jax.tree.leaves(nnx.split(layer, nnx.Param, ...)[2])
         changed[:] = [i for i, (a, b) in enumerate(zip(leaves, new, strict=True)) if a is not b]
         return y, [new[i] for i in changed]
 
-    items = (with_probes(_with_stacked_scales(params)), old, xs)
+    items = (_with_stacked_scales(params), old, xs)
     x = x if is_scaled(x) else ScaledArray(x)
     like = jax.eval_shape(
         lambda h, items: body(h, jax.tree.map(lambda a: a[0], items))[0], x, items
