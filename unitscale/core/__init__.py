@@ -43,7 +43,6 @@ from ._arithmetic import (
 from ._autodiff import (
     drop_value as drop_value,
     gradient_probe as gradient_probe,
-    gradient_values as gradient_values,
     gradients_format as gradients_format,
     multiply as multiply,
     narrow_gradients as narrow_gradients,

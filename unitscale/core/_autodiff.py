@@ -223,20 +223,6 @@ def _quantized(gradient: jax.Array, dtype: Any, key: Any) -> ScaledArray:
     return ScaledArray(materialize(cast(widen(gradient) / scale, dtype, rounding, key)), scale)
 
 
-def gradient_values(gradients: Any) -> Any:
-    """Return gradients as float32 arrays (float64 stays); ScaledArrays are those of FP8.
-
-    Other ScaledArrays, such as those that `jax.grad` returns, are kept.
-    """
-
-    def value(x: Any) -> Any:
-        if is_scaled(x):
-            return x.value if is_float8(x.dtype) else x
-        return widen(x) if is_floating(x) else x
-
-    return jax.tree.map(value, gradients, is_leaf=is_scaled)
-
-
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,

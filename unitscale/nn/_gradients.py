@@ -13,12 +13,14 @@ from flax import nnx
 from ..core import (
     drop_value,
     gradient_probe,
-    gradient_values,
     gradients_format,
+    is_floating,
     is_scaled,
     loss_value,
+    map_values,
     narrow_gradients,
     value_gradients,
+    widen,
     with_probe,
 )
 from ..quant import TENSORS, QuantState
@@ -309,7 +311,8 @@ class Optimizer(nnx.Optimizer):
         """
         step = getattr(self.tx, "step", None)
         if step is None:
-            return super().update(model, gradient_values(grads), **kwargs)
+            grads = map_values(lambda g: widen(g) if is_floating(g) else g, grads)
+            return super().update(model, grads, **kwargs)
         params, gradients = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
         params, state = step(params, self.opt_state.get_value(), gradients, **nnx.as_pure(kwargs))
         nnx.update(model, params)
