@@ -138,8 +138,8 @@ def test_bad_steps_are_skipped_and_mistakes_are_refused() -> None:
     data = jax.grad(lambda p: jnp.sum(p["w"].value))(weights)
     with pytest.raises(TypeError, match="ScaledArray"):
         eight.step(weights, eight.init(weights), data)
+    narrow = ScaledArray(jnp.ones((2, 4), jnp.float8_e5m2), jnp.ones((2, 1)))
     with pytest.raises(TypeError, match="to_array"):
-        narrow = ScaledArray(jnp.ones((2, 4), jnp.float8_e5m2), jnp.ones((2, 1)))
         jax.vmap(lambda g: all_reduce(g, "data"), axis_name="data")({"w": narrow})
 
 
