@@ -23,7 +23,7 @@ TOPICS = {
         "`unitscale.nn`. `-scaled` adds optimizer state of 5 bytes per parameter. `-readout` also "
         "runs the output layer in FP8, `-readout-gradients` only its gradients. `converted` is "
         "the plain model after `nn.convert` to `fp8_dynamic`.",
-        ("gpu", "h200", "h200-scalify", "h200-sizes"),
+        ("gpu", "h200", "h200-scalify", "h200-sizes", "h200-fit"),
     ),
     "parity": (
         "FP8 and float16 against float32",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
@@ -61,8 +62,7 @@ def describe(config: RunConfig) -> Description:
     activations = (saved + further * (more_saved - saved)) * config.data.batch_size
     frozen = nnx.split_state(state.rest, Frozen, ...)[0]
     trained = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params, is_leaf=is_scaled))
-    # Gradients are float32 arrays, or scaled ones like the parameters under scalify.
-    gradients = bytes_of(state.params) if config.precision.scalify else 4 * trained
+    gradients = _gradient_bytes(config, state.params)
     parameters: dict[str, int] = {}
     for tree in (state.params, frozen):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
@@ -81,6 +81,16 @@ def describe(config: RunConfig) -> Description:
             activations=activations,
         ),
     )
+
+
+def _gradient_bytes(config: RunConfig, params: Any) -> int:
+    """Return the bytes of gradients; micro-batches add them up in float32."""
+    if config.precision.scalify:  # scaled arrays like the parameters
+        return bytes_of(params)
+    narrow = jnp.dtype(config.precision.gradients or jnp.float32).itemsize
+    more = 4 if config.data.micro_batches > 1 and narrow < 4 else 0
+    sizes = [(x.size, x.ndim) for x in jax.tree.leaves(params, is_leaf=is_scaled)]
+    return sum(size * (more + (narrow if ndim > 1 else 4)) for size, ndim in sizes)
 
 
 def bytes_of(tree: Any) -> int:

@@ -83,6 +83,8 @@ class PrecisionConfig(Section):
     """Storage format of weights that LoRA freezes, scaled per output; null for the policy's."""
     exchange: Format | None = None
     """Format in which devices exchange gradients; null to let XLA choose."""
+    gradients: Literal["bfloat16", "float8_e4m3fn", "float8_e5m2"] | None = None
+    """Storage format of gradients (see unitscale.value_and_grad); null for float32."""
     loss_scale: Positive | Literal["dynamic"] | None = None
     """Loss scale: a constant, or dynamic to halve it when gradients overflow."""
     monitor: Fraction | None = None
@@ -113,6 +115,8 @@ class PrecisionConfig(Section):
             raise ValueError(f"readout needs an FP8 policy, such as fp8; got policy {policy}")
         if self.readout == "gradients" and policy == "fp8_delayed":
             raise ValueError("readout gradients needs a policy without delayed scales, such as fp8")
+        if self.scalify and self.gradients:
+            raise ValueError("scalify stores gradients in its own format; set gradients null")
         if self.scalify and self.scaled_state:
             raise ValueError("scalify stores weights and moments itself; set both null")
         if matmuls is not None and (matmuls == "fp8") != (self.scalify is not None):

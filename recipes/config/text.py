@@ -168,8 +168,8 @@ class TransformerConfig(Section):
     """Attention with all scores in memory (plain), in chunks, or in a GPU or TPU kernel."""
     scan: Flag = False
     """Stack the layers' parameters and scan over them, so that only one layer is compiled."""
-    remat: Literal["none", "dots", "layer"] = "none"
-    """Recompute in the backward pass: nothing, all but outputs of matmuls (dots), or layers."""
+    remat: Literal["none", "dots", "quantized", "layer"] = "none"
+    """Recompute in the backward pass: nothing, all but matmuls (dots) or their quantized inputs."""
 
     @property
     def hidden(self) -> int:

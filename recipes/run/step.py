@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from unitscale import batch_over, to_array, value_and_grad
+from unitscale import batch_over, map_values, to_array, value_and_grad
 from unitscale.nn import AmaxState
 from unitscale.optim import ScaledTransformation
 from unitscale.parallel import all_reduce, batch_axes
@@ -46,10 +46,15 @@ def make_train_step(
         rest = nnx.state(model, nnx.Not((nnx.Param, AmaxState)))  # with advanced PRNG counts
         return loss if scale is None else loss * scale, (loss, rest)
 
-    by_params_and_amax = value_and_grad(loss_and_rest, argnums=(0, 1), has_aux=True)
+    by_params_and_amax = value_and_grad(
+        loss_and_rest, argnums=(0, 1), has_aux=True, gradients_dtype=precision.gradients
+    )
 
     def compute(params, amax, rest, batch, scale):
         (_, aux), (grads, seen) = by_params_and_amax(params, amax, rest, batch, scale)
+        if precision.gradients is not None:
+            # XLA converts each gradient to float32 again in the kernels that read it.
+            grads = map_values(lambda g: g.astype(jnp.float32), grads)
         if scale is not None:
             grads = jax.tree.map(lambda g: g / scale, grads)
         return *aux, grads, seen

@@ -169,6 +169,29 @@ class TestValueAndGrad:
         assert np.isinf(jax.grad(f)(w).data).all()
         np.testing.assert_array_equal(unitscale.grad(f)(w), [100, 100])
 
+    @pytest.mark.parametrize("dtype", [None, "bfloat16"])
+    def test_checkpoint_and_scan_keep_parameters_as_stored(self, dtype: str | None) -> None:
+        w = ScaledArray(jnp.ones((2, 3, 3), jnp.float16), jnp.full((2, 1, 1), 2.0**10))
+
+        @jax.checkpoint
+        def apply(x, w):
+            return jnp.sin(x @ w.value), None
+
+        def f(w):
+            return jnp.sum(jax.lax.scan(apply, jnp.ones(3), w)[0])
+
+        differentiate = unitscale.grad(f, gradients_dtype=dtype)
+        (*_, backward) = (
+            eqn for eqn in jax.make_jaxpr(differentiate)(w).eqns if eqn.primitive.name == "scan"
+        )
+        kept, made = (
+            {v.aval.dtype for v in each if v.aval.shape == (2, 3, 3)}
+            for each in (backward.invars, backward.outvars)
+        )
+        assert (kept, made) == ({jnp.dtype("float16")}, {jnp.dtype(dtype or "float32")})
+        exact = jax.grad(lambda value: f(ScaledArray(value)))(w.value)
+        np.testing.assert_allclose(differentiate(w), exact, rtol=2**-7, atol=1e-6)
+
     def test_arguments_are_those_of_jax(self) -> None:
         w, x = ScaledArray(jnp.ones(3), 2.0), jnp.arange(3.0)
 

@@ -257,6 +257,29 @@ def test_remat_changes_no_number() -> None:
     assert saved == sorted(set(saved), reverse=True)
 
 
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_remat_saves_quantized_inputs(scan: bool) -> None:
+    """One byte for each input of a matmul; the gradient is the same."""
+    x, found, saved = jnp.asarray(X, jnp.bfloat16), {}, {}
+    for remat in ("quantized", "layer"):
+        stack = nn.TransformerStack(
+            2, WIDTH, 2, 24, remat=remat, scan=scan, policy="fp8_dynamic", rngs=nnx.Rngs(0)
+        )
+        graphdef, params = nnx.split(stack)
+
+        def loss(params, graphdef=graphdef):
+            return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(x).value.astype(jnp.float32)))
+
+        found[remat] = jit(jax.grad(loss))(params)
+        kept = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
+        saved[remat] = sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf.dtype.itemsize == 1)
+    for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # Inputs of query, key, value, out and up have the width, that of down is hidden.
+    assert saved["layer"] == 0
+    assert saved["quantized"] in (2 * x.size // WIDTH * (n * WIDTH + 24) for n in (4, 5))
+
+
 @pytest.mark.parametrize(
     ("activation", "devices"),
     [("silu_glu", 2), pytest.param("gelu", 4, marks=pytest.mark.slow)],

@@ -42,6 +42,7 @@ def product_flops(config: GPTConfig) -> float:
     "words",
     [
         NARROW,
+        pytest.param((*NARROW, "precision.gradients=float8_e4m3fn"), marks=SLOW),
         pytest.param(("precision=scalify_float16",), marks=SLOW),
         pytest.param(("model.layers=4", "model.scan=true", *NARROW), marks=SLOW),
     ],
@@ -53,7 +54,9 @@ def test_bytes_are_those_of_the_arrays(make_config: MakeConfig, words: tuple[str
     gradients = state.params
     if not config.precision.scalify:
         leaves = jax.tree.leaves(state.params, is_leaf=is_scaled)
-        gradients = [jax.ShapeDtypeStruct(leaf.shape, "float32") for leaf in leaves]
+        narrow = config.precision.gradients or "float32"
+        dtypes = [narrow if leaf.ndim > 1 else "float32" for leaf in leaves]
+        gradients = list(map(jax.ShapeDtypeStruct, (leaf.shape for leaf in leaves), dtypes))
     assert facts.total == Bytes(
         frozen=0,
         weights=bytes_of(state.params),

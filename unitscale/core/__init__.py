@@ -42,10 +42,13 @@ from ._arithmetic import (
 )
 from ._autodiff import (
     drop_value as drop_value,
+    gradient_probe as gradient_probe,
+    gradients_format as gradients_format,
     multiply as multiply,
-    value_gradient as value_gradient,
-    wide_data as wide_data,
-    with_data as with_data,
+    narrow_gradients as narrow_gradients,
+    value_gradients as value_gradients,
+    weight_gradient_dtype as weight_gradient_dtype,
+    with_probe as with_probe,
 )
 from ._compat import (
     cudnn_accepts_float32 as cudnn_accepts_float32,

@@ -8,9 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arithmetic import to_float
-from ._compat import custom_vjp
-from ._formats import is_floating, narrow, widen
+from ._arithmetic import scale_near, to_float
+from ._compat import custom_vjp, match_varying
+from ._convert import amax
+from ._formats import (
+    cast,
+    format_of,
+    is_float8,
+    is_floating,
+    materialize,
+    narrow,
+    wide_dtype,
+    widen,
+)
 from ._scaled_array import ScaledArray, is_scaled, loss_value
 
 
@@ -82,26 +92,135 @@ def scale_bwd(x: Any, factor: float) -> Any:
     return scale(x, 1.0, factor)
 
 
-def wide_data(x: Any) -> Any:
-    """Return the data of a ScaledArray in float32 or wider, to differentiate with respect to it.
-
-    The data's gradient is the value's gradient times the scale: with a scale of 2^10, it would
-    overflow float16 for value gradients above 64.
-    """
-    return widen(x.data) if is_scaled(x) else x
-
-
-def with_data(x: Any, data: Any) -> Any:
-    """Return ``x`` with other data and the same scale; if it is not a ScaledArray, the data."""
-    return ScaledArray(data, x.scale, block_shape=x.block_shape) if is_scaled(x) else data
-
-
-def value_gradient(x: Any, cotangent: Any) -> Any:
-    """Convert the gradient of ``x.data`` to that of ``x.value``: divide by the scale."""
-    return cotangent / to_float(x.full_scale) if is_scaled(x) else cotangent
-
-
 _map_scaled = partial(jax.tree.map, is_leaf=is_scaled)
+
+# -- gradients of values ---------------------------------------------------------------------
+
+# Whether gradients are kept in fewer bits. It is part of JAX's cache keys, so what is traced inside
+# `value_and_grad` is not reused outside.
+_NARROW: Any = jax.make_user_context(None)
+
+
+def gradients_format(where: str, dtype: Any) -> Any:
+    """Return the dtype that gradients are stored in, or None for float32."""
+    fmt = None if dtype is None else format_of(dtype)
+    if fmt is None or fmt.name == "float32":
+        return None
+    if fmt.name == "bfloat16" or is_float8(fmt.dtype):
+        return fmt.dtype
+    raise ValueError(
+        f"unitscale.{where}: gradients_dtype must be float32, bfloat16, float8_e4m3fn or "
+        f"float8_e5m2; got {fmt.name}. Gradients do not fit into the range of other formats."
+    )
+
+
+def narrow_gradients(dtype: Any) -> Any:
+    """Return a context in which FP8 matmuls write gradients of weights in bfloat16."""
+    return _NARROW(dtype is not None or None)
+
+
+def weight_gradient_dtype(dtype: Any) -> Any:
+    """Return the dtype in which an FP8 matmul writes the gradient of a weight of ``dtype``."""
+    return jnp.dtype(jnp.bfloat16) if _NARROW.value and dtype == jnp.float32 else dtype
+
+
+@custom_vjp
+def _with_probe(x, probe):
+    return x
+
+
+_with_probe.defvjp(
+    lambda x, probe: (x, jnp.zeros((0,), probe.dtype)),
+    lambda like, cotangent: (None, narrow(cotangent, like.dtype)),
+)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class DifferentiableArray(ScaledArray):
+    """A parameter inside a function that is differentiated: its data is float32 or wider.
+
+    The gradient of float16 data would be float16, too, and overflow. Here it is the gradient of
+    ``probe``, an array of zeros that only gives it a dtype. Each use converts ``stored`` anew, so
+    that scans and `jax.checkpoint` do not keep float32 copies of all parameters.
+    """
+
+    __slots__ = ("probe", "stored")
+
+    stored: jax.Array
+    probe: jax.Array
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a ScaledArray: results of operators have no probe of their own."""
+        return ScaledArray(*args, **kwargs)
+
+    @property
+    def data(self) -> jax.Array:
+        """The data, converted from the format in which it is stored."""
+        return _with_probe(widen(self.stored), self.probe)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Flatten into stored data, probe and scale."""
+        key = jax.tree_util.GetAttrKey
+        parts = (self.stored, self.probe, self._scale)
+        names = map(key, ("data", "probe", "scale"))
+        return tuple(zip(names, parts, strict=True)), self._block_shape
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "DifferentiableArray":
+        """Rebuild without checks, because JAX also unflattens placeholders."""
+        stored, probe, scale = children
+        new = object.__new__(cls)
+        new._set(stored=stored, probe=probe, _scale=scale, _block_shape=aux)
+        new._set(_has_scale=scale is not None)
+        return new
+
+
+def gradient_probe(x: Any, dtype: Any = None) -> Any:
+    """Return the array by which a ScaledArray is differentiated; other leaves unchanged."""
+    if not is_scaled(x):
+        return x
+    dtype = jnp.bfloat16 if dtype is not None and x.ndim > 1 else wide_dtype(x.dtype)
+    return match_varying((jnp.zeros_like(x.data, dtype), x.data))[0]
+
+
+def with_probe(x: Any, probe: Any) -> Any:
+    """Return ``x`` with the gradient of its data in ``probe``; if not a ScaledArray, the probe."""
+    if not is_scaled(x):
+        return probe
+    return DifferentiableArray.tree_unflatten(x.block_shape, (x.data, probe, x.scale))
+
+
+def _is_whole(x: Any) -> bool:
+    return is_scaled(x) or getattr(x, "keeps_gradient_dtype", False)
+
+
+def value_gradients(own: Any, cotangents: Any, dtype: Any = None, key: Any = None) -> Any:
+    """Convert gradients of data to gradients of values, in a format of `gradients_format`."""
+    leaves, structure = jax.tree.flatten(own, is_leaf=_is_whole)
+    found = structure.flatten_up_to(cotangents)
+    keys = [None] * len(leaves) if key is None else list(jax.random.split(key, len(leaves)))
+    return structure.unflatten(map(partial(_value_gradient, dtype=dtype), leaves, found, keys))
+
+
+def _value_gradient(x: Any, cotangent: Any, key: Any, dtype: Any) -> Any:
+    narrows = dtype is not None and is_floating(cotangent) and cotangent.ndim > 1
+    if narrows:
+        # Without a barrier, XLA would keep the float32 array that it rounds here.
+        cotangent = materialize(narrow(cotangent, jnp.bfloat16))
+    if is_scaled(x):  # the gradient of the data, divided by the scale
+        cotangent = widen(cotangent) / to_float(x.full_scale)
+    if not narrows:
+        return cotangent
+    return _quantized(cotangent, dtype, key) if is_float8(dtype) else narrow(cotangent, dtype)
+
+
+def _quantized(gradient: jax.Array, dtype: Any, key: Any) -> ScaledArray:
+    axes = (-2, -1) if gradient.ndim > 2 else None
+    largest = amax(gradient, axes)
+    scale = jnp.maximum(scale_near(largest / format_of(dtype).max, "up"), 2.0**-126)
+    scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+    rounding = "nearest" if key is None else "stochastic"
+    return ScaledArray(materialize(cast(widen(gradient) / scale, dtype, rounding, key)), scale)
 
 
 def value_and_grad(
@@ -110,6 +229,8 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     allow_int: bool = False,
+    gradients_dtype: Any = None,
+    gradients_key: jax.Array | None = None,
 ) -> Callable[..., Any]:
     """Differentiate like `jax.value_and_grad`, with respect to the values of ScaledArrays.
 
@@ -119,15 +240,30 @@ def value_and_grad(
         does not depend on how a value is split into data and scale, so norms, clipping and averages
         of gradients are correct. (`jax.grad` differentiates with respect to the data.)
 
+        With ``gradients_dtype`` gradients of matrices take fewer bytes. FP8 matmuls write them in
+        bfloat16, rounded to nearest (their factor too); other ops round them from float32. FP8
+        gradients are then divided by a power of two, 2^ceil(log2(amax / largest number of the
+        format)), between 2^-126 and 2^126, and rounded again; 1 if all entries are zero. If an
+        entry is not finite, the whole tensor is NaN. Entries below about 2^-18 of the largest
+        become zero in float8_e4m3fn, below 2^-32 in float8_e5m2; with a key they are kept on
+        average. Each matrix of a stack has its own scale. Vectors and scalars stay in float32.
+
     Args:
         fun: function of any pytrees that returns a scalar; the loss may be a ScaledArray.
         argnums: positions of the arguments to differentiate with respect to.
         has_aux: whether ``fun`` returns ``(value, aux)``.
         allow_int: whether arguments may hold integers, as in `jax.value_and_grad`.
+        gradients_dtype: None for float32, "bfloat16", "float8_e4m3fn" or "float8_e5m2".
+        gradients_key: `jax.random` key to round FP8 gradients stochastically, a new one for each
+            step; None rounds to nearest.
 
     Returns:
         A function with the arguments of ``fun`` that returns ``(value, gradients)``. Gradients have
-        the structure of the arguments, with a plain float32 array for each ScaledArray.
+        the structure of the arguments, with a plain float32 array for each ScaledArray. In FP8 they
+        are ScaledArrays: `optim.scaled` accepts them; call ``to_array(gradients)`` for other uses.
+
+    Raises:
+        ValueError: if ``gradients_dtype`` is another format.
 
     Example:
         >>> w = ScaledArray(jnp.ones(2, jnp.float16), 4.0)
@@ -136,6 +272,7 @@ def value_and_grad(
         24.0 [3. 3.]
     """
     chosen = (argnums,) if isinstance(argnums, int) else argnums
+    dtype = gradients_format("value_and_grad", gradients_dtype)
 
     @wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -149,12 +286,15 @@ def value_and_grad(
         def by_data(data: tuple[Any, ...]) -> Any:
             given = list(args)
             for n, x, wide in zip(chosen, own, data, strict=True):
-                given[n] = _map_scaled(with_data, x, wide)
+                given[n] = _map_scaled(with_probe, x, wide)
             return loss_value(fun(*given, **kwargs), has_aux)
 
         differentiate = jax.value_and_grad(by_data, has_aux=has_aux, allow_int=allow_int)
-        value, cotangents = differentiate(_map_scaled(wide_data, own))
-        gradients = _map_scaled(value_gradient, own, cotangents)
+        with narrow_gradients(dtype):
+            value, cotangents = differentiate(
+                _map_scaled(partial(gradient_probe, dtype=dtype), own)
+            )
+        gradients = value_gradients(own, cotangents, dtype, gradients_key)
         return value, gradients[0] if isinstance(argnums, int) else gradients
 
     return run
@@ -166,6 +306,8 @@ def grad(
     has_aux: bool = False,
     *,
     allow_int: bool = False,
+    gradients_dtype: Any = None,
+    gradients_key: jax.Array | None = None,
 ) -> Callable[..., Any]:
     """Differentiate like `jax.grad`, with respect to the values of ScaledArrays.
 
@@ -175,7 +317,15 @@ def grad(
         A function with the arguments of ``fun`` that returns the gradients; with ``has_aux``,
         ``(gradients, aux)``.
     """
-    return drop_value(value_and_grad(fun, argnums, has_aux, allow_int=allow_int), has_aux)
+    differentiate = value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        allow_int=allow_int,
+        gradients_dtype=gradients_dtype,
+        gradients_key=gradients_key,
+    )
+    return drop_value(differentiate, has_aux)
 
 
 def drop_value(differentiate: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:

@@ -247,6 +247,8 @@ def _stacked(x: ScaledArray, stack_axes: int) -> ScaledArray:
         scale = jnp.float32(1) if x.scale is None else x.scale
         stack = x.shape[:stack_axes] + (1,) * (x.ndim - stack_axes)
         shape = np.broadcast_shapes(scale.shape, stack)
+        if scale.shape == shape and x.scale is not None:
+            return x
         return ScaledArray(x.data, jnp.broadcast_to(scale, shape))
     if block is not None and any(size > 1 for size in block[:stack_axes]):
         raise ValueError(

@@ -10,7 +10,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core import drop_value, is_scaled, loss_value, value_gradient, wide_data, with_data
+from ..core import (
+    drop_value,
+    gradient_probe,
+    gradients_format,
+    is_floating,
+    is_scaled,
+    loss_value,
+    map_values,
+    narrow_gradients,
+    value_gradients,
+    widen,
+    with_probe,
+)
 from ..quant import TENSORS, QuantState
 from ._amax import AmaxState, amax_states, map_states
 
@@ -23,6 +35,8 @@ def value_and_grad(
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     advance: bool = True,
+    gradients_dtype: Any = None,
+    gradients_key: jax.Array | None = None,
 ) -> Callable[..., Any]:
     """Differentiate like `nnx.value_and_grad`, and update the FP8 scales of the models.
 
@@ -36,6 +50,8 @@ def value_and_grad(
         argnums: as in `nnx.value_and_grad`.
         has_aux: whether ``f`` returns ``(loss, aux)``.
         advance: whether this call ends an optimizer step. False only accumulates amax.
+        gradients_dtype: as in `unitscale.value_and_grad`.
+        gradients_key: as in `unitscale.value_and_grad`.
 
     Returns:
         A function of the arguments of ``f`` that returns ``(value, gradients)``.
@@ -52,8 +68,11 @@ def value_and_grad(
         >>> sorted(grads), model.amax.get_value().scale[0]
         (['bias', 'kernel'], Array(4., dtype=float32))
     """
+    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "advance": advance}
     if f is None:
-        return partial(value_and_grad, argnums=argnums, has_aux=has_aux, advance=advance)
+        options |= {"gradients_dtype": gradients_dtype, "gradients_key": gradients_key}
+        return partial(value_and_grad, **options)
+    dtype = gradients_format("nn.value_and_grad", gradients_dtype)
     single = isinstance(argnums, int | nnx.DiffState)
     asked = [
         n if isinstance(n, nnx.DiffState) else nnx.DiffState(n, nnx.Param)
@@ -73,17 +92,17 @@ def value_and_grad(
         ]
         models = [bound.args[diff.argnum] for diff in wanted]
         scaled = [dict(_scaled_params(m, d)) for m, d in zip(models, wanted, strict=True)]
-        data = [{k: wide_data(v.get_value()) for k, v in own.items()} for own in scaled]
+        data = [{k: gradient_probe(v.get_value(), dtype) for k, v in own.items()} for own in scaled]
 
         def by_data(data: list[dict[Path, jax.Array]], *args: Any) -> Any:
-            """Call ``f`` with the data of ScaledArrays passed as a separate float32 argument."""
+            """Call ``f`` with the gradients of ScaledArrays in a separate argument."""
             replaced = [
                 (variable, variable.get_value(), own[path])
                 for diff, own in zip(wanted, data, strict=True)
                 for path, variable in _scaled_params(args[diff.argnum], diff)
             ]
-            for variable, stored, wide in replaced:
-                variable.set_value(with_data(stored, wide))
+            for variable, stored, probe in replaced:
+                variable.set_value(with_probe(stored, probe))
             try:
                 return loss_value(f(*args, **bound.kwargs), has_aux)
             finally:
@@ -96,11 +115,13 @@ def value_and_grad(
             has_aux=has_aux,
             graph=True,  # filters need it, whatever `nnx.set_graph_mode` says
         )
-        value, (of_data, *gradients) = differentiate(data, *bound.args)
+        with narrow_gradients(dtype):
+            value, (of_data, *gradients) = differentiate(data, *bound.args)
         kept = []
         for diff, model, own, cotangents, gradient in zip(
             wanted, models, scaled, of_data, gradients, strict=True
         ):
+            key = None if gradients_key is None else jax.random.fold_in(gradients_key, len(kept))
             if isinstance(gradient, nnx.State):
                 seen, gradient = nnx.split_state(gradient, AmaxState, ...)
                 amax = {".".join(map(str, k)): v.get_value() for k, v in nnx.to_flat_state(seen)}
@@ -109,13 +130,12 @@ def value_and_grad(
                         variable.set_value(variable.get_value().add(amax[path]))
                 if advance:
                     map_states(model, QuantState.advance)
-                if own:
-                    flat: dict[Path, Any] = dict(nnx.to_flat_state(gradient))
-                    for k, cotangent in cotangents.items():
-                        by_value = value_gradient(own[k].get_value(), cotangent)
-                        flat[k] = own[k].replace(by_value)
-                    gradient = nnx.from_flat_state(flat)
-                kept.append(gradient)
+                flat: dict[Path, Any] = dict(nnx.to_flat_state(gradient)) | own
+                values = [v.get_value() for v in flat.values()]
+                found = [cotangents.get(k, value) for k, value in zip(flat, values, strict=True)]
+                by_value = value_gradients(values, found, dtype, key)
+                new = zip(flat.items(), by_value, strict=True)
+                kept.append(nnx.from_flat_state({k: v.replace(x) for (k, v), x in new}))
                 continue
             if any(map(is_scaled, jax.tree.leaves(gradient, is_leaf=is_scaled))):
                 raise TypeError(
@@ -128,7 +148,7 @@ def value_and_grad(
                     "unitscale.nn.value_and_grad: each model must be a separate argument; argument "
                     f"{diff.argnum} holds models in a {type(gradient).__name__}"
                 )
-            kept.append(gradient)
+            kept.append(value_gradients(gradient, gradient, dtype, key))
         return value, kept[0] if single else tuple(kept)
 
     return run
@@ -140,12 +160,15 @@ def grad(
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
     advance: bool = True,
+    gradients_dtype: Any = None,
+    gradients_key: jax.Array | None = None,
 ) -> Callable[..., Any]:
     """Differentiate as `nnx.grad`; see `value_and_grad` for arguments and errors."""
+    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "advance": advance}
+    options |= {"gradients_dtype": gradients_dtype, "gradients_key": gradients_key}
     if f is None:
-        return partial(grad, argnums=argnums, has_aux=has_aux, advance=advance)
-    differentiate = value_and_grad(f, argnums=argnums, has_aux=has_aux, advance=advance)
-    return drop_value(differentiate, has_aux)
+        return partial(grad, **options)
+    return drop_value(value_and_grad(f, **options), has_aux)
 
 
 def _holds_scaled(path: Path, variable: Any) -> bool:
@@ -282,11 +305,13 @@ class Optimizer(nnx.Optimizer):
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Update the model's parameters by one step, with gradients of the ``wrt`` variables.
 
-        Keyword arguments are passed on to ``tx``. Returns the new parameters if ``tx`` is scaled,
-        else the updates.
+        Gradients in fewer bits (`unitscale.value_and_grad`) are converted to float32. Keyword
+        arguments are passed on to ``tx``. Returns the new parameters if ``tx`` is scaled, else the
+        updates.
         """
         step = getattr(self.tx, "step", None)
         if step is None:
+            grads = map_values(lambda g: widen(g) if is_floating(g) else g, grads)
             return super().update(model, grads, **kwargs)
         params, gradients = (nnx.as_pure(nnx.state(x, self.wrt)) for x in (model, grads))
         params, state = step(params, self.opt_state.get_value(), gradients, **nnx.as_pure(kwargs))

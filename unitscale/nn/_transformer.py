@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .. import ops, rules
-from ..core import ScaledArray, as_scaled, check_choice, is_scaled, shard_activations, to_float
+from ..core import (
+    ScaledArray,
+    as_scaled,
+    check_choice,
+    is_scaled,
+    shard_activations,
+    to_float,
+)
 from ._attention import KVCache, MultiHeadAttention
 from ._mlp import GATED, MLP, Activation
 from ._norm import LayerNorm, RMSNorm
@@ -16,7 +23,7 @@ from ._params import given, set_depth
 from ._policy import PolicyLike, as_policy
 
 NormKind = Literal["layer", "rms"]
-Remat = Literal["none", "dots", "layer"]
+Remat = Literal["none", "dots", "quantized", "layer"]
 Layer = TypeVar("Layer", bound=nnx.Module)
 
 
@@ -199,7 +206,9 @@ class TransformerStack(nnx.Module):
         residual_mult: multiplier of all branches in the scheme "depth".
         residual_attention_ratio: ratio of attention to MLP branches in the scheme "depth".
         remat: what the backward pass recomputes: "none", nothing; "dots", everything except matmuls
-            with weights (few FLOPs); "layer", everything, from the layer's input.
+            with weights (few FLOPs); "quantized", everything except the quantized inputs of matmuls
+            (1 byte each in FP8), so that no activation is quantized twice; "layer", everything,
+            from the layer's input.
         scan: whether the layers are one module with stacked parameters that `jax.lax.scan` runs.
             Then only one layer is compiled. Results are equal up to rounding. `with_scan` switches
             between the two. Stacked parameters have one more axis, which can change what Adafactor
@@ -298,6 +307,8 @@ class TransformerStack(nnx.Module):
         if self.remat == "layer":
             return checkpoint
         saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        if self.remat == "quantized":
+            saved = jax.checkpoint_policies.save_only_these_names("quantized")
         return lambda apply: checkpoint(apply, policy=saved)
 
     def __call__(

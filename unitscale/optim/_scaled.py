@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..core import CastRounding, format_of, is_scaled, to_array, widen
+from ..core import CastRounding, format_of, is_float8, is_scaled, to_array, widen
 from ._roles import Moments, check_first_steps, formats_of, path_name, store_state
 from ._storage import (
     WITHIN_SCALIFY,
@@ -164,13 +164,15 @@ def _check_params(params: Any, weights: Any, min_size: int) -> None:
 
 
 def _wide_gradients(gradients: Any, params: Any) -> Any:
-    """Return gradients in float32, after checking that they are plain and fit the parameters."""
+    """Return gradients in float32, after checking that they are values and fit the parameters."""
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
     found, other = jax.tree.flatten_with_path(gradients, is_leaf=_is_leaf)
+    stored = {x.dtype for x in leaves if is_scaled(x)}
     for path, gradient in found:
-        if is_scaled(gradient):
+        # `value_and_grad` returns ScaledArrays in FP8, `jax.grad` in the formats of parameters.
+        if is_scaled(gradient) and (not is_float8(gradient.dtype) or gradient.dtype in stored):
             raise TypeError(
-                "unitscale.optim: gradients must be plain arrays; got a ScaledArray at "
+                "unitscale.optim: gradients must be arrays, or in FP8; got a ScaledArray at "
                 f"grads{jax.tree_util.keystr(path)}. Differentiate with unitscale.grad or "
                 "unitscale.nn.grad, or convert results of scalify with to_array(grads)."
             )
@@ -186,8 +188,11 @@ def _wide_gradients(gradients: Any, params: Any) -> Any:
                 "unitscale.optim: gradients must have the shapes of params; got "
                 f"{jnp.shape(x)} for {jnp.shape(weight)} at grads{jax.tree_util.keystr(path)}"
             )
-        is_array = hasattr(x, "dtype") and is_floating(x)
-        wide.append(_row_major_p.bind(widen(jnp.asarray(x))) if is_array else x)
+        if is_scaled(x):
+            wide.append(load(x.map_data(_row_major_p.bind)))
+        else:
+            is_array = hasattr(x, "dtype") and is_floating(x)
+            wide.append(widen(_row_major_p.bind(jnp.asarray(x))) if is_array else x)
     return jax.tree.unflatten(structure, wide)
 
 
@@ -371,7 +376,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
         return SkipState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def select(grads: Any, state: SkipState, new: Any, result: Any, otherwise: Any) -> Any:
-        leaves = [x for x in jax.tree.leaves(grads) if is_floating(x)]
+        leaves = [x for x in jax.tree.leaves(values(grads)) if is_floating(x)]
         finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))
         result, new = jax.tree.map(
             lambda n, o: jnp.where(finite, n, o), (result, new), (otherwise, state.inner)
@@ -380,7 +385,8 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
         return result, SkipState(new, skipped, jnp.where(finite, 0, state.consecutive + 1))
 
     def update(grads: Any, state: SkipState, params: Any = None, **extra_args: Any) -> Any:
-        updates, new = inner_update(grads, state.inner, params, **extra_args)
+        own_grads = grads if own else values(grads)
+        updates, new = inner_update(own_grads, state.inner, params, **extra_args)
         return select(grads, state, new, updates, jax.tree.map(jnp.zeros_like, updates))
 
     def step(params: Any, state: SkipState, grads: Any, **extra_args: Any) -> Any:

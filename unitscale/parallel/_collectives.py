@@ -21,6 +21,7 @@ from ..core import (
     cast,
     exponent_of,
     format_of,
+    is_float8,
     is_scaled,
     narrow,
     pow2,
@@ -72,6 +73,12 @@ def _gradient_leaves(where: str, grads: Any, axis_name: AxisName) -> tuple[list[
 
     names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
     is_tracked = bool(varying(lax.axis_index(axis_name)))  # not under check_vma=False
+    leaves = jax.tree.leaves(grads, is_leaf=is_scaled)
+    if any(is_scaled(x) and is_float8(x.dtype) for x in leaves):
+        raise TypeError(
+            f"unitscale.parallel.{where}: grads must be plain arrays; got ScaledArrays in FP8. "
+            "Call to_array(grads) first: data and scale would be averaged separately."
+        )
     found, structure = jax.tree.flatten_with_path(grads)
     for path, leaf in found:
         name = f"grads{jax.tree_util.keystr(path)}"

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import ScaledArray, is_float8, is_scaled, widen
@@ -55,6 +56,18 @@ def isolate(lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> tuple[Any, Any, lis
     lhs, own[0], _ = lax.optimization_barrier((lhs, own[0], rhs))
     rhs, own[1:] = lax.optimization_barrier((rhs, own[1:]))
     return lhs, rhs, [1.0 if f is None else f for f in own]
+
+
+def saveable(x: jax.Array) -> jax.Array:
+    """Name a quantized operand "quantized", for policies of `jax.checkpoint` that save it.
+
+    JAX passes saved floating-point numbers through `lax.reduce_precision`, which makes numbers of
+    float8_e4m3fn from 256 infinite, as IEEE formats have it (jax 0.10.2). So name its bits.
+    """
+    if x.dtype.itemsize > 1:
+        return checkpoint_name(x, "quantized")
+    bits = checkpoint_name(lax.bitcast_convert_type(x, jnp.uint8), "quantized")
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 def packs(x: Any, count: int) -> bool:

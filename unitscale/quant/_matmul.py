@@ -24,6 +24,7 @@ from ..core import (
     narrow,
     result_dtype,
     to_float,
+    weight_gradient_dtype,
     wide_dtype,
     widen,
 )
@@ -283,7 +284,9 @@ class Core:
         if transposed is not None:
             rhs, left = transposed, Contraction(spec.out, spec.rhs[::-1], spec.lhs)
         grad_lhs = self.multiply(for_lhs, rhs, groups, left, factors[0], self.dtypes[0])
-        grad_rhs = self.weight_gradient(lhs, for_rhs, groups, factors[1], self.dtypes[1])
+        dtype = self.dtypes[1] if self.config is None else weight_gradient_dtype(self.dtypes[1])
+        grad_rhs = self.weight_gradient(lhs, for_rhs, groups, factors[1], dtype)
+        grad_rhs = lax.convert_element_type(grad_rhs, self.dtypes[1])
         reshard_like = _lowering.reshard_like
         return reshard_like(grad_lhs, like[0]), reshard_like(grad_rhs, like[1]), seen
 
@@ -307,6 +310,8 @@ def matmul(lhs, rhs, groups, multiplier, state, core):
 
 def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     lhs, saw_lhs = core.quantize(lhs, LHS, state, core.spec)
+    if core.config is not None:
+        lhs = jax.tree.map(_lowering.saveable, lhs)
     rhs, saw_rhs = core.quantize(rhs, RHS, state, core.spec)
     left, right, factors = lhs, rhs, core.factors
     if multiplier is not None:

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import warnings
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,7 @@ class QuantState:
     counts: jax.Array
     strategy: Delayed | Static
     calibrating: bool = False
+    keeps_gradient_dtype: ClassVar[bool] = True  # for `unitscale.value_and_grad`
 
     @classmethod
     def create(cls, strategy: Delayed | Static) -> "QuantState":

@@ -44,6 +44,11 @@ def test_parity(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # The same parameters and batches: a policy that had no effect would give the same loss.
     assert len({row["loss"] for row in losses}) == 3
     assert gradients[0]["lost"] < gradients[1]["lost"]
+    narrow = ("gradients-bfloat16", "gradients-fp8")
+    (losses,) = bench("parity", *UNIT, "--policies", ",".join(narrow), "--no-gradients")
+    assert [row["variant"] for row in losses] == ["float32", *narrow]
+    assert len({row["loss"] for row in losses}) == 3
+    assert all(abs(row["over reference"]) < 0.002 and "verdict" in row for row in losses[1:])
     some = ("nothing", "cotangents", "cotangents in E5M2", "all")
     monkeypatch.setattr(parity, "ROUNDED", {name: parity.ROUNDED[name] for name in some})
     (rows,) = bench("parity", *UNIT, "--rounding")

@@ -62,6 +62,7 @@ MISTAKES = [
     (("precision.policy=fp8",), r"precision\.policy"),
     (("precision.rounding=stochastic",), "rounding stochastic needs weights or moments"),
     (("precision=scalify_float16", "precision.weights=float16"), "scalify stores weights"),
+    (("precision=scalify_float16", "precision.gradients=bfloat16"), "scalify stores gradients"),
     (("precision.matmuls=fp8",), "matmuls fp8 needs scalify"),
     (("precision=scalify_float16", "precision.matmuls=qwix"), "needs scalify null"),
     (("precision.frozen=float8_e4m3fn",), r"precision\.frozen needs lora"),

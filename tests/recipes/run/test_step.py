@@ -231,6 +231,36 @@ def test_micro_batches_make_the_step_of_the_whole_batch(
     assert distance(whole, parts) < 2 * close * distance(whole, begun)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float8_e4m3fn", marks=SLOW)])
+def test_gradients_in_fewer_bits_reach_every_path(make_config: MakeConfig, dtype: str) -> None:
+    """Micro-batches, a loss scale, clipping, delayed scales and skipped steps."""
+    words = (
+        *WIDE,
+        "model.library=unitscale",
+        "precision=fp8_delayed",
+        "precision.loss_scale=dynamic",
+    )
+    words += ("data.micro_batches=2", "optimizer.clip_norm=1.0")
+    ids = np.random.default_rng(0).integers(0, 99, (8, 17)).astype(np.int32)
+    taken = []
+    for more in ((), (f"precision.gradients={dtype}",)):
+        config = make_config(*words, *more)
+        graphdef, optimizer, state = init_state(config)
+        step, values = make_train_step(graphdef, optimizer, config), {}
+        for index in range(2):
+            state, values = step(state, ids, np.int32(index))
+        taken.append((state, values))
+    (exact, one), (narrow, other) = taken
+    close = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(other["loss"], one["loss"], rtol=close)
+    np.testing.assert_allclose(other["gradient_norm"], one["gradient_norm"], rtol=close)
+    assert other["gradient_norm"] != one["gradient_norm"]
+    # Two steps of amax history, and not of numbers rounded to the format of gradients.
+    for own, same in zip(amax(narrow), amax(exact), strict=True):
+        np.testing.assert_array_equal(own.history[..., :2], same.history[..., :2])
+
+
+
 MESH = "mesh={data: 2, fsdp: 2, tensor: 2}"
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
 BATCH = np.zeros((4, 17), np.int32)
