@@ -330,6 +330,14 @@ class LanguageConfig(RunConfig):
     init: str | None = None
     """Folder of a run of this recipe to start from; null for none."""
 
+    @classmethod
+    def upgraded(cls, tree: Any) -> Any:
+        tree = super().upgraded(tree)
+        model = tree.get("model") if isinstance(tree, dict) else None
+        if isinstance(model, dict):
+            model.setdefault("scan", False)  # the only way before there was a choice
+        return tree
+
     def passed_on(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Fill in the model and tokenizer of a config file whose `init` names this run."""
         shape = self.model.model_dump(mode="json", exclude={"context"})

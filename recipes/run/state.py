@@ -118,9 +118,7 @@ def with_formats(config: RunConfig, facts: dict[str, Any]) -> RunConfig:
 def convert(state: Any, written: RunConfig, config: RunConfig, optimizer: Any, like: Any) -> Any:
     """Convert the state of the config `written` to the formats of `config`, rounding once."""
     source, target = plain(written.precision, state), plain(config.precision, like)
-    params = to_array(source.params, jnp.float32)
-    if isinstance(optimizer, optim.ScaledTransformation):
-        params = optimizer.scale_params(params)
+    params = _stored(config, optimizer, to_array(source.params, jnp.float32))
     kept = {
         name: getattr(source, name)
         for name in ("auto", "skips", "loss_scale")
@@ -240,6 +238,18 @@ def _is_stacked(path: Any) -> bool:
     return "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()
 
 
+def _stored(config: RunConfig, optimizer: Any, params: Any) -> Any:
+    """Return parameters in the optimizer's formats, with a scale for each layer and expert."""
+    if not isinstance(optimizer, optim.ScaledTransformation):
+        return params
+    if getattr(getattr(config, "model", None), "scan", None) != "auto":  # as in earlier versions
+        return optimizer.scale_params(params)
+    axes = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: max(leaf.ndim - 2, int(_is_stacked(path))), params, is_leaf=is_scaled
+    )
+    return optimizer.scale_params(params, stack_axes=axes)
+
+
 class Skips(NamedTuple):
     """Counts of steps that were skipped because the loss or a gradient was not finite."""
 
@@ -290,8 +300,7 @@ def init_state(config: RunConfig) -> tuple[nnx.GraphDef, optax.GradientTransform
     """Return the model's graphdef, its optimizer, and the state before the first step."""
     graphdef, params, rest = nnx.split(build_model(config), nnx.Param, ...)
     optimizer = make_optimizer(config, params)
-    if isinstance(optimizer, optim.ScaledTransformation):
-        params = optimizer.scale_params(params)
+    params = _stored(config, optimizer, params)
     none = jnp.zeros((), jnp.int32)
     skips = Skips(none, none.copy()) if config.optimizer.skip_nonfinite else None
     precision = config.precision

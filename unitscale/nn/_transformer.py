@@ -18,7 +18,7 @@ from ._policy import PolicyLike, as_policy
 
 NormKind = Literal["layer", "rms"]
 Remat = Literal["none", "dots", "layer"]
-Scan = bool | Literal["auto"]
+Scan = Literal[False, True, "auto"]
 Layer = TypeVar("Layer", bound=nnx.Module)
 
 # Fewest layers that scan="auto" stacks.
@@ -233,6 +233,7 @@ class TransformerStack(nnx.Module):
         **layer_options: Any,
     ) -> None:
         check_choice("unitscale.nn.TransformerStack", "remat", remat, Remat)
+        check_choice("unitscale.nn.TransformerStack", "scan", scan, Scan)
         depth = 2 * num_layers
         taus = rules.residual_taus(
             residual_scheme,
