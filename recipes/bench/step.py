@@ -3,6 +3,7 @@
     python -m recipes bench step
     JAX_PLATFORMS=cuda python -m recipes bench step --on gpu --shapes gpt2-small,llama-1b
     JAX_PLATFORMS=cpu python -m recipes bench step --on h200 --dump programs
+    JAX_PLATFORMS=cpu python -m recipes bench step --compile
 
 A row is a library, a policy, and formats of the optimizer state; a shape is a config with a batch
 size. The step is that of `recipes.train`, on random tokens. `--on h200` (`bench h200`) needs JAX's
@@ -58,6 +59,8 @@ MORE = {
     "qwix": ("precision.policy=bfloat16", *_PLAIN, "precision.matmuls=qwix"),
     "fp8-readout-scaled": ("precision.readout=gradients", *ROWS["fp8-scaled"]),
 }
+PLAIN, MOST_COMPILING = "plain-float32", 1.8
+COMPILED = (("fp8", 12), ("fp8-scaled", 4))
 # Overrides by config in `configs/gpt/`.
 SHAPES = {
     "parity": (),
@@ -81,12 +84,16 @@ def main(
     rounds: Annotated[int, typer.Option(min=2, help="timed rounds of five steps")] = 5,
     dump: Annotated[Path | None, typer.Option(help="folder for programs (h200)")] = None,
     top: Annotated[int, typer.Option(min=0, help="element-wise kernels to list (h200)")] = 0,
+    compiling: Annotated[bool, typer.Option("--compile", help="measure compilation alone")] = False,
     json: runs.JsonPath = None,
 ) -> None:
     """Print step time, memory and kernels of training steps."""
     if on not in DEFAULT_SHAPES:
         raise RecipeError(f"--on: expected cpu, gpu or h200; got {on}")
     wanted = runs.chosen("--shapes", shapes or DEFAULT_SHAPES[on], SHAPES)
+    if compiling:
+        tables = [compile_times(shape, overrides or []) for shape in wanted]
+        return runs.publish("compile", tables, json)
     default = ",".join(ROWS) if on == "h200" else f"{REFERENCE},fp8,fp8-scaled"
     names = runs.chosen("--rows", rows or default, ROWS | MORE)
     if on == "h200":
@@ -223,6 +230,17 @@ def compile_seconds(config: RunConfig) -> float:
     _, step, arguments = abstract_step(config)
     step.lower(*arguments).compile()
     return time.process_time() - start
+
+
+def compile_times(shape: str, overrides: Sequence[str]) -> runs.Table:
+    """Compare the CPU seconds to trace and compile steps with those of plain float32 models."""
+    rows = []
+    for program, layers in COMPILED:
+        words = [*overrides, f"model.layers={layers}"]
+        own, plain = (compile_seconds(config_of(shape, r, words)) for r in (program, PLAIN))
+        row = {"program": program, "layers": layers, "s": own, "plain s": plain}
+        rows.append(row | {"ratio": own / plain} | runs.asked(own / plain, MOST_COMPILING))
+    return runs.Table(f"Trace and compile a step of {shape}, over plain flax.nnx", rows)
 
 
 def stepper(config: GPTConfig) -> Callable[[], object]:

@@ -16,7 +16,7 @@ from ..config import (
     TokenizerConfig,
     TransformerConfig,
 )
-from ..run.folder import earlier_run
+from ..run.folder import earlier_run, with_kept_scan
 
 Pairs = Literal["none", "next_sentence", "sentence_order"]
 Pooling = Literal["cls", "mean"]
@@ -102,6 +102,10 @@ class BertConfig(LanguageConfig):
     def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:
         init = tree.get("init")
         return earlier_run(init, cls).passed_on(tree) if isinstance(init, str) else tree
+
+    @property
+    def settled(self) -> Self:
+        return with_kept_scan(self)
 
     @property
     def loss_unit(self) -> str:

@@ -135,7 +135,7 @@ class TransformerConfig(Section):
     plain: ClassVar[dict[str, tuple[Any, ...]]] = {
         "vocab_multiple": (1,),
         "attention_implementation": ("auto",),
-        "scan": (False,),
+        "scan": (False, "auto"),
         "remat": ("none",),
     }
     """Values that plain models support, by key."""
@@ -166,8 +166,8 @@ class TransformerConfig(Section):
     """Weights of residual branches (unitscale models)."""
     attention_implementation: Literal["auto", "plain", "chunked", "cudnn", "splash"] = "auto"
     """Attention with all scores in memory (plain), in chunks, or in a GPU or TPU kernel."""
-    scan: Flag = False
-    """Stack the layers' parameters and scan over them, so that only one layer is compiled."""
+    scan: Flag | Literal["auto"] = "auto"
+    """Stack the layers' parameters and scan over them; auto as in nn.TransformerStack."""
     remat: Literal["none", "dots", "quantized", "layer"] = "none"
     """Recompute in the backward pass: nothing, all but matmuls (dots) or their quantized inputs."""
 
@@ -327,6 +327,14 @@ class LanguageConfig(RunConfig):
     """The shape of the model."""
     init: str | None = None
     """Folder of a run of this recipe to start from; null for none."""
+
+    @classmethod
+    def upgraded(cls, tree: Any) -> Any:
+        tree = super().upgraded(tree)
+        model = tree.get("model") if isinstance(tree, dict) else None
+        if isinstance(model, dict):
+            model.setdefault("scan", False)  # the only way before there was a choice
+        return tree
 
     def passed_on(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Fill in the model and tokenizer of a config file whose `init` names this run."""

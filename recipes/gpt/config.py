@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from ..config import TOKENIZER_FILE, GPTModelConfig, LanguageConfig, LoraConfig, filled_from
-from ..run.folder import earlier_run, is_run
+from ..run.folder import earlier_run, is_run, with_kept_scan
 
 
 class GPTConfig(LanguageConfig):
@@ -47,7 +47,7 @@ class GPTConfig(LanguageConfig):
             from ..hf import updated_tensors  # noqa: PLC0415
 
             updated_tensors(self.model, self.lora)  # raises if lora.targets do not fit
-        return self
+        return with_kept_scan(self)
 
     @model_validator(mode="after")
     def _lora_and_init_fit(self) -> Self:

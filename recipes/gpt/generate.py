@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from ..errors import RecipeError
+from ..run.probe import unrolled
 from ..text import Tokenizer
 
 
@@ -58,6 +59,7 @@ class Writer(NamedTuple):
     def of_run(cls, model: Any, tokenizer: Tokenizer, context: int) -> Self:
         """Make a writer for a model that was trained on windows of `context` tokens."""
         end = model.config.document_end
+        model = unrolled(model)  # a scan would copy every weight for each token
         return cls(model, tokenizer, context, ends=() if end is None else (end,), document_end=end)
 
     def __call__(self, prompt: str, *, echo: bool = True, **options: Any) -> str:

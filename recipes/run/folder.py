@@ -144,6 +144,24 @@ def _other_config(folder: Path, changed: dict[str, str], todo: str) -> RecipeErr
     return RecipeError(f"name: {folder} holds a run of another config:\n{listed}\n{todo}")
 
 
+def with_kept_scan(config: Config) -> Config:
+    """Return the config with `model.scan` as in its run's folder, if it is auto and all else fits.
+
+    Runs of earlier versions have layers one by one. So do those with `precision.layers`, whose
+    patterns have numbers of layers.
+    """
+    model: Any = getattr(config, "model", None)
+    if model.scan != "auto":
+        return config
+    scan = False if config.precision.layers else "auto"
+    folder = run_folder(config)
+    with contextlib.suppress(RecipeError):  # of a folder that another command will refuse
+        kept: Any = written_config(folder, type(config)) if is_run(folder) else config
+        if kept.model.model_copy(update={"scan": "auto"}) == model:
+            scan = kept.model.scan if kept is not config else scan
+    return config.model_copy(update={"model": model.model_copy(update={"scan": scan})})
+
+
 def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
     """Read the config of the run in `init`; `other` is what else `init` may be, for the message."""
     folder = Path(init)

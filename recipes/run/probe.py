@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 
 def probe(model: Any, *inputs: Any) -> Reading:
     """Run the loss and its gradient once, and measure every layer."""
-    graphdef, params, rest = nnx.split(_unrolled(model), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(unrolled(model), nnx.Param, ...)
     # Trace once to learn which layers run, and in which order.
     paths: list[str] = []
     jax.eval_shape(lambda p, r: paths.extend(_loss(p, r, None, graphdef, inputs)[1]), params, rest)
@@ -54,7 +54,7 @@ def probe(model: Any, *inputs: Any) -> Reading:
     return Reading(loss, activations, gradients, dict(zip(names, weights, strict=True)))
 
 
-def _unrolled(model: Any) -> Any:
+def unrolled(model: Any) -> Any:
     """Copy the model without scans over layers and remat, which hide outputs."""
     model = nnx.clone(model)
     parts: list[Any] = [module for _, module in nnx.iter_modules(model)]

@@ -110,9 +110,7 @@ def with_formats(config: RunConfig, facts: dict[str, Any]) -> RunConfig:
 def convert(state: Any, written: RunConfig, config: RunConfig, optimizer: Any, like: Any) -> Any:
     """Convert the state of the config `written` to the formats of `config`, rounding once."""
     source, target = plain(written.precision, state), plain(config.precision, like)
-    params = to_array(source.params, jnp.float32)
-    if isinstance(optimizer, optim.ScaledTransformation):
-        params = optimizer.scale_params(params)
+    params = _stored(config, optimizer, to_array(source.params, jnp.float32))
     kept = {
         name: getattr(source, name)
         for name in ("auto", "skips", "loss_scale")
@@ -175,9 +173,7 @@ def make_optimizer(
 
     def decays_weight(path: Any, leaf: Any) -> bool:
         """Return False for vectors; stacked layers have one more axis."""
-        keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        stacked = "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()
-        return leaf.ndim - stacked >= 2
+        return leaf.ndim - _is_stacked(path) >= 2
 
     decays = jax.tree_util.tree_map_with_path(decays_weight, params, is_leaf=is_scaled)
     decay = 0.0 if settings.umup else settings.weight_decay
@@ -220,6 +216,23 @@ def make_optimizer(
         key=config.seed,
         min_size=precision.min_size,
     )
+
+
+def _is_stacked(path: Any) -> bool:
+    keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()
+
+
+def _stored(config: RunConfig, optimizer: Any, params: Any) -> Any:
+    """Return parameters in the optimizer's formats, with a scale for each layer and expert."""
+    if not isinstance(optimizer, optim.ScaledTransformation):
+        return params
+    if getattr(getattr(config, "model", None), "scan", None) != "auto":  # as in earlier versions
+        return optimizer.scale_params(params)
+    axes = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: max(leaf.ndim - 2, int(_is_stacked(path))), params, is_leaf=is_scaled
+    )
+    return optimizer.scale_params(params, stack_axes=axes)
 
 
 class Skips(NamedTuple):
@@ -272,8 +285,7 @@ def init_state(config: RunConfig) -> tuple[nnx.GraphDef, optax.GradientTransform
     """Return the model's graphdef, its optimizer, and the state before the first step."""
     graphdef, params, rest = nnx.split(build_model(config), nnx.Param, ...)
     optimizer, precision = make_optimizer(config, params), config.precision
-    if isinstance(optimizer, optim.ScaledTransformation):
-        params = optimizer.scale_params(params)
+    params = _stored(config, optimizer, params)
     none = jnp.zeros((), jnp.int32)
     state = TrainState(params, rest, optimizer.init(params), none)
     if config.optimizer.skip_nonfinite:

@@ -363,10 +363,16 @@ def assert_same(found, expected) -> None:
     ],
     ids=["post", "remat, dropout", "fixed", "rotary"],
 )
-def test_a_scan_computes_what_layers_do_one_by_one(options) -> None:
-    """Values, gradients and dropout masks are equal."""
+def test_a_scan_computes_what_layers_do_one_by_one(options, monkeypatch) -> None:
+    """Values, gradients and dropout masks are equal, also of stacked layers without a scan."""
     stack = stack_of(**options)
-    assert_same(values_and_gradients(stack.with_scan(True)), values_and_gradients(stack))
+    expected = values_and_gradients(stack)
+    assert_same(values_and_gradients(stack.with_scan(True)), expected)
+    monkeypatch.setattr("unitscale.nn._transformer._STACKED", LAYERS)
+    monkeypatch.setattr(jax, "default_backend", lambda: "metal")  # no attention kernel is for it
+    automatic = stack.with_scan("auto")
+    assert automatic.layers.mlp.up.kernel.shape[0] == LAYERS
+    assert_same(values_and_gradients(automatic), expected)
 
 
 @pytest.mark.parametrize(
@@ -423,16 +429,18 @@ def test_decoding_gives_what_the_uncached_stack_gives(policy: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=near, atol=4 * near)
 
 
-def test_the_program_holds_one_layer() -> None:
+@pytest.mark.parametrize(("scan", "counts"), [(True, (2, 7)), ("auto", (8, 9))])
+def test_the_program_holds_one_layer(scan, counts) -> None:
     def length(count: int) -> int:
         stack = nnx.eval_shape(
-            lambda: nn.TransformerStack(count, 8, 2, scan=True, rngs=nnx.Rngs(0))
+            lambda: nn.TransformerStack(count, 8, 2, scan=scan, rngs=nnx.Rngs(0))
         )
         graphdef, state = nnx.split(stack)
         jaxpr = jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x).value)
         return len(str(jaxpr(state, jnp.ones((1, 3, 8)))).splitlines())
 
-    assert length(2) == length(7)
+    few, many = map(length, counts)
+    assert few == many
 
 
 def test_other_layers_and_state_that_changes() -> None:

@@ -324,6 +324,13 @@ def test_small_parameters_and_moments_stay_in_float32() -> None:
     assert tx.scale_params(jnp.arange(3)).dtype == jnp.int32
     sizes = optim.scaled(plain, min_size=4097).scale_params(params)
     assert not any(map(is_scaled, sizes.values()))
+    # Stacked vectors count one by one.
+    stack = {"gain": jnp.ones((3, 2048)), "kernel": jnp.ones((3, 64, 64))}
+    stack = scaled(plain, min_size=4096).scale_params(stack, stack_axes=1)
+    state = scaled(plain, min_size=4096).init(stack)
+    assert is_scaled(stack["kernel"])
+    assert is_stored(state.inner[0].mu["kernel"])
+    assert stack["gain"].dtype == state.inner[0].mu["gain"].dtype == jnp.float32
 
 
 def test_sharded_state_under_strict_promotion() -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from .. import ops, rules
 from ..core import (
@@ -24,7 +25,11 @@ from ._policy import PolicyLike, as_policy
 
 NormKind = Literal["layer", "rms"]
 Remat = Literal["none", "dots", "quantized", "layer"]
+Scan = Literal[False, True, "auto"]
 Layer = TypeVar("Layer", bound=nnx.Module)
+
+# Fewest layers that scan="auto" stacks.
+_STACKED = 8
 
 
 class Residual(nnx.Module):
@@ -212,7 +217,9 @@ class TransformerStack(nnx.Module):
         scan: whether the layers are one module with stacked parameters that `jax.lax.scan` runs.
             Then only one layer is compiled. Results are equal up to rounding. `with_scan` switches
             between the two. Stacked parameters have one more axis, which can change what Adafactor
-            and Muon do: both decide by the number of axes.
+            and Muon do: both decide by the number of axes. "auto" stacks 8 layers or more, and
+            scans over them on a CPU or if ``remat`` is "layer". Otherwise it runs them one by one,
+            because a scan copies what the backward pass needs.
 
     Example:
         >>> stack = TransformerStack(2, 32, 4, is_causal=True, rngs=nnx.Rngs(0))
@@ -232,12 +239,13 @@ class TransformerStack(nnx.Module):
         residual_mult: float = 1.0,
         residual_attention_ratio: float = 1.0,
         remat: Remat = "none",
-        scan: bool = False,
+        scan: Scan = False,
         policy: PolicyLike = "float32",
         rngs: nnx.Rngs,
         **layer_options: Any,
     ) -> None:
         check_choice("unitscale.nn.TransformerStack", "remat", remat, Remat)
+        check_choice("unitscale.nn.TransformerStack", "scan", scan, Scan)
         depth = 2 * num_layers
         taus = rules.residual_taus(
             residual_scheme,
@@ -265,10 +273,10 @@ class TransformerStack(nnx.Module):
 
     layers: Any
 
-    def _hold(self, layers: Sequence[TransformerLayer], scan: bool) -> None:
-        self.scan = scan
+    def _hold(self, layers: Sequence[TransformerLayer], scan: Scan) -> None:
+        self.scan: Scan = False if scan == "auto" and len(layers) < _STACKED else scan
         self.own = tuple((layer.taus, layer.attention.context) for layer in layers)
-        if not scan:
+        if not self.scan:
             self.layers = nnx.List(layers)
             return
         for layer in layers:  # make them equal to stack them; `own` keeps the differences
@@ -284,8 +292,8 @@ class TransformerStack(nnx.Module):
             layer.taus, layer.attention.context = taus, context
         return layers
 
-    def with_scan(self, scan: bool) -> "TransformerStack":
-        """Return a stack with the same parameters that does or does not scan over its layers."""
+    def with_scan(self, scan: Scan) -> "TransformerStack":
+        """Return a stack with the same parameters and another value of ``scan``."""
         new = nnx.clone(self)
         new._hold(new.layer_list(), scan)
         return new
@@ -328,12 +336,14 @@ class TransformerStack(nnx.Module):
             deterministic=deterministic,
         )
         if self.scan:
+            one_by_one = self.scan == "auto" and self.remat != "layer"
             return scan_layers(
                 lambda layer, h, factors: layer(h, **options, factors=factors),
                 self.layers,
                 self.layers.policy.activation(x),
                 self._factors(x.shape[1]),
                 checkpoint=self._checkpoint(jax.checkpoint),
+                one_by_one=one_by_one and jax.default_backend() != "cpu",
             )
 
         def apply(layer, h):
@@ -389,11 +399,20 @@ def unstack_layers(stack: Layer) -> list[Layer]:
     leaves = jax.tree.leaves((params, rest))
     if not leaves:
         raise ValueError("unitscale.nn.unstack_layers: expected a module with stacked state")
-    params = _with_stacked_scales(params)
-    return [
-        nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf[i], (params, rest)))  # noqa: B023
-        for i in range(leaves[0].shape[0])
-    ]
+    return [nnx.merge(graphdef, *item) for item in _unstacked((_with_stacked_scales(params), rest))]
+
+
+def _unstacked(tree: Any) -> list[Any]:
+    """Return the entries of the leading axis of all leaves, as a list of trees."""
+
+    def entries(leaf: Any) -> list[Any]:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return list(leaf)
+        # The derivative of a split is one concatenation, and that of indexing many sums.
+        return [lax.squeeze(x, (0,)) for x in lax.split(leaf, (1,) * leaf.shape[0])]
+
+    leaves, structure = jax.tree.flatten(tree)
+    return [jax.tree.unflatten(structure, own) for own in zip(*map(entries, leaves), strict=True)]
 
 
 def scan_layers(
@@ -403,11 +422,13 @@ def scan_layers(
     xs: Any,
     *,
     checkpoint: Callable[[Any], Any],
+    one_by_one: bool = False,
 ) -> ScaledArray:
     """Apply each layer of a stack to the output of the one before, by `jax.lax.scan`.
 
     ``call`` maps a layer, its input and its entry of ``xs`` to the next input; ``checkpoint`` wraps
-    the step. If layers change their state, the stack's state is updated.
+    the step. If layers change their state, the stack's state is updated. With ``one_by_one`` every
+    layer is traced and compiled.
     """
     graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
     old, structure = jax.tree.flatten(rest)
@@ -431,7 +452,15 @@ def scan_layers(
         y, updates = body(h, item)
         return _with_scale_of(y, h), updates
 
-    y, updates = jax.lax.scan(checkpoint(step), _with_scale_of(x, like), items)
+    step, h = checkpoint(step), _with_scale_of(x, like)
+    if one_by_one:
+        results = []
+        for item in _unstacked(items):
+            h, updates = step(h, item)
+            results.append(updates)
+        y, updates = h, jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+    else:
+        y, updates = lax.scan(step, h, items)
     if changed:
         for i, update in zip(changed, updates, strict=True):
             old[i] = update

@@ -134,7 +134,12 @@ def store_state(state: Any, params: Any, moments: Moments, block: int | None, mi
     """Store the moments of a fresh state in their formats, with scales as of their parameters."""
     formats = formats_of(moments, block)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_scaled)
-    stacks = {(path, jnp.shape(leaf)): stack_axes_of(leaf) for path, leaf in leaves}
+    # -1 for parameters that `scale_params` left in float32.
+    some = any(is_scaled(leaf) for _, leaf in leaves)
+    stacks = {
+        (path, jnp.shape(leaf)): stack_axes_of(leaf) if is_scaled(leaf) or not some else -1
+        for path, leaf in leaves
+    }
 
     def convert(path: Any, leaf: Any, role: Role | None) -> Any:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
@@ -144,11 +149,12 @@ def store_state(state: Any, params: Any, moments: Moments, block: int | None, mi
             )
         if not is_floating(leaf) or jnp.size(leaf) < max(2, min_size):
             return leaf
+        keys = [(path[start:], jnp.shape(leaf)) for start in range(len(path) + 1)]
+        own = [stacks.get(key, 0) for key in keys]
         moment = formats(path_name(path), role)
-        if moment is None:
+        if moment is None or -1 in own:
             return leaf
         moment = _as_moment(moment, role, path_name(path), block)
-        own = [stacks.get((path[start:], jnp.shape(leaf)), 0) for start in range(len(path) + 1)]
         return store(dataclasses.replace(moment, stack_axes=max(own)), jnp.asarray(leaf))
 
     return _map_with_role(convert, state)

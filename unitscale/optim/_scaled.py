@@ -66,7 +66,7 @@ class ScaledTransformation(optax.GradientTransformationExtraArgs):
             `apply_updates`, with the rounding of the transformation.
     """
 
-    scale_params: Callable[[Any], Any]
+    scale_params: Callable[..., Any]
     step: Callable[..., tuple[Any, Any]]
 
     # The defaults are for `copy`, which passes two arguments and restores the attributes later.
@@ -256,8 +256,9 @@ def scaled(
         key: seed or `jax.random` key for stochastic rounding; kept in the state.
         block: number of entries along the last axis of a moment that share a scale; None for one
             scale per array.
-        min_size: parameters and moments with fewer entries are plain float32 arrays; a stack of
-            layers counts as one array.
+        min_size: parameters with fewer entries, and their moments, are plain float32 arrays. A
+            stack of layers counts as one array, but as one per layer if ``stack_axes`` leaves only
+            vectors, such as gains.
 
     Raises:
         TypeError: for a wrong type of ``inner``, its state, ``moments`` or gradients.
@@ -297,7 +298,8 @@ def scaled(
         def convert(axes: int | None, x: Any) -> Any:
             if not (is_scaled(x) or is_floating(x)):
                 return x
-            if jnp.size(x) >= min_size:
+            are_vectors = axes is not None and jnp.ndim(x) == axes + 1
+            if (x.shape[-1] if are_vectors else jnp.size(x)) >= min_size:
                 return scale_weight(x, weights, axes)
             # A copy, because a step that donates its arguments reuses the memory of parameters.
             return jnp.array(values(x), copy=True)

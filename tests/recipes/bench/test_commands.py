@@ -77,6 +77,14 @@ def test_scalify(bench: Any) -> None:
 
 
 @pytest.mark.slow
+def test_compile_times(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "COMPILED", (("fp8", 8), ("fp8-scaled", 1)))
+    (rows,) = bench("step", *TINY[:2], "--compile")
+    assert [(row["program"], row["layers"]) for row in rows] == [("fp8", 8), ("fp8-scaled", 1)]
+    assert all(row["ratio"] == row["s"] / row["plain s"] for row in rows)
+
+
+@pytest.mark.slow
 def test_optim(bench: Any, config_file: Path) -> None:
     text = config_file.read_text("utf-8").replace("library: plain", "library: unitscale")
     config_file.write_text(text, encoding="utf-8")

@@ -60,6 +60,23 @@ def test_a_run_older_than_a_key_had_its_default(make_config: MakeConfig) -> None
         open_run(make_config("optimizer.clip_norm=1.0"))
 
 
+def test_an_earlier_run_keeps_its_layers_one_by_one(make_config: MakeConfig) -> None:
+    words = ("model.library=unitscale", "optimizer.umup=true", "model.layers=8")
+    path = open_run(make_config(*words, "model.scan=false")) / "config.yaml"
+    path.with_name("metrics.jsonl").touch()
+    again = make_config(*words)
+    assert again.model.scan is False
+    open_run(again)
+    assert make_config(*words, "name=other").model.scan == "auto"
+    assert make_config(*words, "model.layers=9").model.scan == "auto"
+    patterns = make_config(*words, "name=other", "precision.layers={'stack.layers.0': float16}")
+    assert patterns.model.scan is False
+    tree = yaml.safe_load(path.read_text("utf-8"))
+    del tree["model"]["scan"]
+    path.write_text(yaml.safe_dump(tree), "utf-8")
+    assert load_config(path).model.scan is False
+
+
 def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
     (open_run(make_config()) / "metrics.jsonl").touch()
     with pytest.raises(RecipeError, match=r"\n  seed: 0 -> 3\n  train.steps: 6 -> 9\n.*init=/"):

@@ -260,7 +260,6 @@ def test_gradients_in_fewer_bits_reach_every_path(make_config: MakeConfig, dtype
         np.testing.assert_array_equal(own.history[..., :2], same.history[..., :2])
 
 
-
 MESH = "mesh={data: 2, fsdp: 2, tensor: 2}"
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
 BATCH = np.zeros((4, 17), np.int32)
