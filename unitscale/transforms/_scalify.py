@@ -161,7 +161,7 @@ def _gathered(values: list[Value]) -> list[Value]:
     for group in groups.values():
         vector = lax.optimization_barrier(jnp.stack([scale_of(v).array for v in group]))
         for i, v in enumerate(group):
-            v.scale = Scale(0, vector[i])
+            v.scale = Scale(0, vector[i], (vector, i))
     return values
 
 

@@ -35,12 +35,13 @@ class Scale:
     The array is a scalar or has the rank of the data; None stands for 1.
     """
 
-    __slots__ = ("array", "log2")
+    __slots__ = ("array", "log2", "vector")
 
-    def __init__(self, log2: int = 0, array: Any = None):
-        """Build the scale; see the class."""
+    def __init__(self, log2: int = 0, array: Any = None, vector: Any = None):
+        """Build the scale; ``vector`` is the array and the index that it was taken from, if any."""
         self.log2 = log2
         self.array = array
+        self.vector = vector
 
     @property
     def is_one(self) -> bool:
@@ -60,6 +61,12 @@ class Scale:
         arrays = [a for a in (self.array, other.array) if a is not None]
         array = _bounded(lax.mul(*arrays)) if len(arrays) == 2 else (arrays or [None])[0]
         return Scale(self.log2 + other.log2, array)
+
+    def apart(self, number: int) -> Scale:
+        """Return the scale behind a barrier with a number, so that XLA merges no uses of it."""
+        array, index = (self.factor(), ()) if self.vector is None else self.vector
+        array, _ = lax.optimization_barrier((jnp.asarray(array), np.float32(number)))
+        return Scale(0 if self.vector is None else self.log2, array[index])
 
     def shift(self, log2: int) -> Scale:
         """Return the scale times ``2**log2``."""
@@ -222,9 +229,7 @@ class Value:
         for root in self.origin.roots:
             if root.is_stored and id(root) not in done:
                 root.turns += 1
-                scale = jnp.asarray(scale_of(root).factor())
-                scale, _ = lax.optimization_barrier((scale, np.float32(root.turns)))
-                data = times(widen(root.data), Scale(0, scale))
+                data = times(widen(root.data), scale_of(root).apart(root.turns))
                 done[id(root)] = wide_value(data, root.dtype)
         value = self.origin.apply([v.again(done) for v in self.origin.operands])
         if value.scale is not None and not value.is_stored:
