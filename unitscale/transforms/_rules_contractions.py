@@ -128,11 +128,11 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
 
     if types[0] == types[1] == dtype == np.float16 and 0 <= growth <= 10:
         # The sum may overflow float16, so one operand is divided by the growth before: the matmul
-        # then writes float16, not float32. If the result is smaller and surely fits, it is divided,
+        # then writes float16, not float32. A smaller result that surely fits is divided instead,
         # which XLA does within the matmul. On a CPU, XLA would also accumulate in float16.
-        fits = x.is_sized and y.is_sized and terms <= _FITS
-        result = known_terms(aval_of(eqn.outvars[0]).shape)
-        fits = fits and result <= min(known_terms(left.shape), known_terms(right.shape))
+        arrays = left, right, aval_of(eqn.outvars[0])
+        *sizes, result = (known_terms(a.shape) for a in arrays)
+        fits = x.is_sized and y.is_sized and terms <= _FITS and result <= min(sizes)
         data = lax.platform_dependent(left, right, cpu=after, default=inside if fits else before)
     elif is_bfloat:  # whose range is that of float32
         data = inside(left, right)

@@ -154,10 +154,9 @@ def _gathered(values: list[Value]) -> list[Value]:
     """Take scales of arguments from one vector, or a GPU would copy each before it is replaced."""
     groups: dict[Any, list[Value]] = {}
     for v in values:
-        if v.scale is not None and not v.scale.ndim and isinstance(v.scale.array, Tracer):
-            # The type of a tracer shows whether `jax.vmap` maps it.
-            key = type(v.scale.array), str(jax.typeof(v.scale.array))
-            groups.setdefault(key, []).append(v)
+        array = scale_of(v).array
+        if isinstance(array, Tracer) and not array.ndim:  # its class shows if `jax.vmap` maps it
+            groups.setdefault((type(array), jax.typeof(array)), []).append(v)
     for group in groups.values():
         vector = lax.optimization_barrier(jnp.stack([scale_of(v).array for v in group]))
         for i, v in enumerate(group):

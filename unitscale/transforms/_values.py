@@ -300,9 +300,8 @@ def leaving(values: Sequence[Value]) -> list[Value]:
     for v in values:
         is_narrow = v.scale is not None and not is_complex(v.data) and not spans(v.dtype)
         if is_narrow and not scale_of(v).ndim and not v.is_sized and jnp.size(v.data):
-            # The type of a tracer shows whether `jax.vmap` maps it.
-            key = type(v.data), str(jax.typeof(v.data)), v.dtype
-            groups.setdefault(key, []).append(v)
+            # The class of a tracer shows if `jax.vmap` maps it.
+            groups.setdefault((type(v.data), jax.typeof(v.data), v.dtype), []).append(v)
     for (_, _, dtype), group in groups.items():
         for start in range(0, len(group), _TOGETHER):
             some = group[start : start + _TOGETHER]
@@ -422,7 +421,7 @@ def data_at(value: Value, scale: Scale, dtype: Any) -> Any:
     return narrow(times(value.wide(), scale.inverse()), dtype)
 
 
-def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) -> Any:
+def unit_of(data: Any, statistic: Statistic = "rms", largest: float = 2.0**127) -> Any:
     """Return the power of two nearest the RMS (or largest magnitude) of the finite elements.
 
     No finite element exceeds ``largest`` times the result. It is 1 if all finite elements are 0, or
@@ -453,29 +452,25 @@ def units_of(arrays: Sequence[Any], largest: float) -> list[Any]:
 
 
 def _headroom(count: Any, largest: float) -> int | None:
-    """Return log2 of the largest entry over ``largest`` in a large array of RMS 1; None if unknown.
+    """Return log2 of the least scale of a large array over its RMS, if that is small.
 
     No entry exceeds sqrt(n) times the RMS of n elements. For large arrays this bound replaces the
     largest entry, so that they are read once; they count as 0 where their squares underflow.
     """
     if not isinstance(count, int) or count <= 2**16:
         return None  # the count is symbolic in an export
-    shift = max(math.ceil(math.log2(count) / 2) - (_room(largest) - 1), 0)
+    shift = max(math.ceil(math.log2(count) / 2) - math.floor(math.log2(largest)) + 1, 0)
     return shift if shift <= 2 else None
-
-
-def _room(largest: float) -> int:
-    return math.floor(math.log2(min(largest, 2.0**127)))
 
 
 def _unit(count: Any, largest: float, rms: Any, amax: Callable[[], Any]) -> Any:
     """Return the power of two nearest the RMS, or a larger one if the largest entry needs it."""
     shift = _headroom(count, largest)
     if shift is not None:
-        unit = lax.mul(_nearest_pow2(rms), np.float32(2.0**shift))
-        return lax.min(unit, np.float32(2.0**126))
+        return lax.min(lax.mul(_nearest_pow2(rms), np.float32(2.0**shift)), np.float32(2.0**126))
     unit = _nearest_pow2(lax.select(lax.gt(rms, np.float32(0)), rms, amax()))
-    return lax.max(unit, lax.mul(_nearest_pow2(amax()), np.float32(2.0 ** (1 - _room(largest)))))
+    room = np.float32(2.0 ** (1 - math.floor(math.log2(largest))))
+    return lax.max(unit, lax.mul(_nearest_pow2(amax()), room))
 
 
 def _magnitudes(data: Any) -> Any:
@@ -515,24 +510,17 @@ def _rms(size: Any, axes: tuple[int, ...]) -> Any:
     return lax.mul(lax.sqrt(lax.div(found, share)), unit)
 
 
-def _bits(x: Any) -> Any:
-    return lax.bitcast_convert_type(x, np.int32)
-
-
-def _masked(bits: Any) -> Any:
-    """Return the power of two, up to 2^126, with the exponent in these bits; 1 if it is 0."""
-    bits = lax.min(lax.bitwise_and(bits, np.int32(0x7F800000)), np.int32(253 << 23))
-    bits = lax.select(lax.gt(bits, np.int32(0)), bits, lax.full_like(bits, 127 << 23))
-    return lax.bitcast_convert_type(bits, np.float32)
-
-
 def _inverse(power: Any) -> Any:
     """Return one over a power of two between 2^-126 and 2^126, without a division."""
     # XLA runs a division in a kernel of its own, but fuses this with the operations that use it.
-    return lax.bitcast_convert_type(lax.sub(np.int32(254 << 23), _bits(power)), np.float32)
+    bits = lax.sub(np.int32(254 << 23), lax.bitcast_convert_type(power, np.int32))
+    return lax.bitcast_convert_type(bits, np.float32)
 
 
 def _nearest_pow2(size: Any) -> Any:
     """Round to the nearest power of two (1.5 rounds up); return 1 for zero and subnormals."""
     # Multiplied by 4/3, numbers from 1.5 on reach the next exponent; the mask keeps the exponent.
-    return _masked(_bits(lax.min(lax.mul(size, np.float32(4 / 3)), np.float32(2.0**126))))
+    size = lax.min(lax.mul(size, np.float32(4 / 3)), np.float32(2.0**126))
+    bits = lax.bitwise_and(lax.bitcast_convert_type(size, np.int32), np.int32(0x7F800000))
+    power = lax.bitcast_convert_type(bits, np.float32)
+    return lax.select(lax.gt(power, np.float32(0)), power, lax.full_like(power, 1))
