@@ -341,6 +341,31 @@ def test_measured_scales_are_the_nearest_power_of_two() -> None:
     np.testing.assert_array_equal([u[0] for u in rest[len(NOTHING) :]], [u for _, u in FEW_LARGE])
 
 
+def test_results_have_the_scale_that_they_have_alone() -> None:
+    """Results of one shape are measured together: small ones, large ones, and ones with inf."""
+    factors = (3.0, 1e-4, 0.0, 1e20, -0.7)
+
+    def program(x: jax.Array) -> list[jax.Array]:
+        return [(x * n).at[0, 0].set(INF if n == 3 else n) for n in factors]
+
+    for shape in (8, 16), (280, 300):
+        values = np.random.default_rng(0).normal(size=shape)
+        x = as_scaled(jnp.asarray(values, jnp.float32), dtype=jnp.float16)
+        for i, found in enumerate(jax.jit(scalify(program))(x)):
+            alone = jax.jit(scalify(lambda x, i=i: program(x)[i]))(x)
+            assert found.scale == alone.scale
+            np.testing.assert_array_equal(found.data, alone.data)
+
+
+def test_vmap_of_results_that_are_not_mapped() -> None:
+    rows, row = (as_scaled(jnp.ones(shape), dtype=jnp.float16) for shape in ((2, 4), (4,)))
+    program = scalify(lambda x, y: (x * 3, y * 5))
+    axes = jax.tree.map(lambda leaf: 0 if leaf.ndim else None, rows), None
+    found = jax.jit(jax.vmap(program, axes, (0, None)))(rows, row)
+    np.testing.assert_array_equal(to_array(found[0]), np.full((2, 4), 3))
+    np.testing.assert_array_equal(to_array(found[1]), np.full(4, 5))
+
+
 @pytest.mark.parametrize("log2", [1, 10, 20])
 def test_rms_of_small_and_large_numbers_is_not_their_largest(log2: int) -> None:
     """Test equal numbers with one that is four times as large, and one number among zeros."""

@@ -66,41 +66,12 @@ class Default:
 
 
 # Operations whose results are recomputed where that is cheaper than keeping them in memory.
-ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "add",
-        "add_any",
-        "broadcast_in_dim",
-        "convert_element_type",
-        "cos",
-        "div",
-        "erf",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "integer_pow",
-        "log",
-        "log1p",
-        "logistic",
-        "max",
-        "min",
-        "mul",
-        "neg",
-        "pow",
-        "reshape",
-        "rsqrt",
-        "select_n",
-        "sign",
-        "sin",
-        "sqrt",
-        "square",
-        "squeeze",
-        "sub",
-        "tanh",
-    ]
-)
+_ELEMENTWISE = """
+    abs add add_any broadcast_in_dim convert_element_type cos div erf erfc exp exp2 expm1
+    integer_pow log log1p logistic max min mul neg pow reshape rsqrt select_n sign sin sqrt
+    square squeeze sub tanh
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 
 
 @dataclass

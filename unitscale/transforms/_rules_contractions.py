@@ -79,6 +79,8 @@ def known_terms(dims: Iterable[Any]) -> int:
 # A sum of n terms of one sign grows by n, not by its root. More terms than this count as two steps,
 # because such a sum could use up most of the range of float16.
 _MANY = 2**12
+# The sum of as many products of numbers up to 1.5, of one sign, is within the range of float16.
+_FITS = 2**14
 
 
 def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], terms: int) -> Value:
@@ -114,6 +116,9 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
     def after(left: Any, right: Any) -> Any:
         return fit(times(contract(left, right, wide), Scale(-growth)), dtype)
 
+    def inside(left: Any, right: Any) -> Any:
+        return times(contract(left, right, dtype), Scale(-growth))
+
     def before(left: Any, right: Any) -> Any:
         if known_terms(left.shape) < known_terms(right.shape):
             left = times(left, Scale(-growth))
@@ -123,10 +128,14 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
 
     if types[0] == types[1] == dtype == np.float16 and 0 <= growth <= 10:
         # The sum may overflow float16, so one operand is divided by the growth before: the matmul
-        # then writes float16, not float32. XLA on a CPU would also accumulate in float16.
-        data = lax.platform_dependent(left, right, cpu=after, default=before)
+        # then writes float16, not float32. A smaller result that surely fits is divided instead,
+        # which XLA does within the matmul. On a CPU, XLA would also accumulate in float16.
+        arrays = left, right, aval_of(eqn.outvars[0])
+        *sizes, result = (known_terms(a.shape) for a in arrays)
+        fits = x.is_sized and y.is_sized and terms <= _FITS and result <= min(sizes)
+        data = lax.platform_dependent(left, right, cpu=after, default=inside if fits else before)
     elif is_bfloat:  # whose range is that of float32
-        data = times(contract(left, right, dtype), Scale(-growth))
+        data = inside(left, right)
     else:
         data = after(left, right)
     return Value(data, scale.shift(growth), dtype, steps)

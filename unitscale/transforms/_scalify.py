@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from ..core import ScaledArray, broadcasts, cudnn_accepts_float32, is_scaled, wide_dtype
 from ._interpreter import Default, Interpreter, Settings
 from ._rules_contractions import StaticScaling, growth_of
-from ._values import Scale, Value, is_complex
+from ._values import Scale, Value, is_complex, leaving, scale_of
 
 
 class Scalified:
@@ -122,9 +123,9 @@ class Scalified:
         with cudnn_accepts_float32():
             closed = jax.make_jaxpr(flat)(*map(_traced_aval, traced))
         settings = Settings(self._growth, self._options[1])
-        values = list(map(_from_input, traced))
+        values = _gathered(list(map(_from_input, traced)))
         results = Interpreter(settings).run(closed.jaxpr, closed.consts, values)
-        return jax.tree.unflatten(structure[-1], map(_to_output, results)), settings
+        return jax.tree.unflatten(structure[-1], map(_to_output, leaving(results))), settings
 
 
 # -- arguments and results -------------------------------------------------------------------------
@@ -149,6 +150,20 @@ def _from_input(leaf: Any) -> Value:
     return Value(data, Scale(0, scale), steps=0)
 
 
+def _gathered(values: list[Value]) -> list[Value]:
+    """Take scales of arguments from one vector, or a GPU would copy each before it is replaced."""
+    groups: dict[Any, list[Value]] = {}
+    for v in values:
+        array = scale_of(v).array
+        if isinstance(array, Tracer) and not array.ndim:  # its class shows if `jax.vmap` maps it
+            groups.setdefault((type(array), jax.typeof(array)), []).append(v)
+    for group in groups.values():
+        vector = lax.optimization_barrier(jnp.stack([scale_of(v).array for v in group]))
+        for i, v in enumerate(group):
+            v.scale = Scale(0, vector[i], (vector, i))
+    return values
+
+
 def _traced_aval(leaf: Any) -> Any:
     """Return the type to trace an argument with: float32 for ScaledArrays of 16 bits or fewer.
 
@@ -161,7 +176,6 @@ def _traced_aval(leaf: Any) -> Any:
 
 def _to_output(value: Value) -> Any:
     """Turn a value into a result: a ScaledArray, or an array if it is plain or complex."""
-    value = value.leaving()
     if value.scale is None:
         return jnp.asarray(value.data)
     if is_complex(value.data):

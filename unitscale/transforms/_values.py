@@ -25,6 +25,8 @@ Statistic = Literal["rms", "amax"]
 
 # Number of contractions in a row after which the size of the data must be measured again.
 MOST_STEPS = 2
+# Number of results that are measured together; more of them take longer to compile.
+_TOGETHER = 16
 
 
 class Scale:
@@ -33,12 +35,13 @@ class Scale:
     The array is a scalar or has the rank of the data; None stands for 1.
     """
 
-    __slots__ = ("array", "log2")
+    __slots__ = ("array", "log2", "vector")
 
-    def __init__(self, log2: int = 0, array: Any = None):
-        """Build the scale; see the class."""
+    def __init__(self, log2: int = 0, array: Any = None, vector: Any = None):
+        """Build the scale; ``vector`` is the array and the index that it was taken from, if any."""
         self.log2 = log2
         self.array = array
+        self.vector = vector
 
     @property
     def is_one(self) -> bool:
@@ -58,6 +61,12 @@ class Scale:
         arrays = [a for a in (self.array, other.array) if a is not None]
         array = _bounded(lax.mul(*arrays)) if len(arrays) == 2 else (arrays or [None])[0]
         return Scale(self.log2 + other.log2, array)
+
+    def apart(self, number: int) -> Scale:
+        """Return the scale behind a barrier with a number, so that XLA merges no uses of it."""
+        array, index = (self.factor(), ()) if self.vector is None else self.vector
+        array, _ = lax.optimization_barrier((jnp.asarray(array), np.float32(number)))
+        return Scale(0 if self.vector is None else self.log2, array[index])
 
     def shift(self, log2: int) -> Scale:
         """Return the scale times ``2**log2``."""
@@ -220,9 +229,7 @@ class Value:
         for root in self.origin.roots:
             if root.is_stored and id(root) not in done:
                 root.turns += 1
-                scale = jnp.asarray(scale_of(root).factor())
-                scale, _ = lax.optimization_barrier((scale, np.float32(root.turns)))
-                data = times(widen(root.data), Scale(0, scale))
+                data = times(widen(root.data), scale_of(root).apart(root.turns))
                 done[id(root)] = wide_value(data, root.dtype)
         value = self.origin.apply([v.again(done) for v in self.origin.operands])
         if value.scale is not None and not value.is_stored:
@@ -255,11 +262,17 @@ class Value:
         """Return the value stored at the power of two nearest its size, read from the data."""
         x = self.uniform()
         assert x.scale is not None, "a measured value is scaled"
-        # Compute once to measure and again to store, so that float32 is not kept in between.
-        first, second = (x.again(), x.again()) if x.is_from_stored else (x, x)
-        unit = Scale(0, unit_of(first.data, statistic, format_of(self.dtype).max))
-        data = fit(times(widen(second.data), unit.inverse()), self.dtype)
-        return Value(data, x.scale * unit, self.dtype, 0)
+        largest = format_of(self.dtype).max
+        unit = x.once(statistic, lambda: unit_of(x.apart().data, statistic, largest))
+        data = times(widen(x.apart().data), Scale(0, _inverse(unit)))
+        # All finite float32 numbers fit, so that they need not saturate.
+        is_half = self.dtype == np.float16 and data.dtype == np.float32
+        data = narrow(data, self.dtype) if is_half else fit(data, self.dtype)
+        return Value(data, x.scale * Scale(0, unit), self.dtype, 0)
+
+    def apart(self) -> Value:
+        """Return the value, computed again if it is cheap, so that float32 is not kept for it."""
+        return self.again() if self.is_from_stored else self
 
     def kept(self) -> Value:
         """Return the stored value behind a barrier, or XLA might not round and keep float32."""
@@ -275,6 +288,27 @@ class Value:
         if x.scale is None or is_complex(x.data) or x.scale.ndim or not x.steps:
             return x
         return wide_value(x.wide(), x.dtype).stored() if spans(x.dtype) else x.measured()
+
+
+def leaving(values: Sequence[Value]) -> list[Value]:
+    """Return the results of a program as they leave it: see `Value.leaving`.
+
+    Those of one shape are measured together, because a GPU takes as long for the small kernels that
+    measure one array as for those of many.
+    """
+    groups: dict[Any, list[Value]] = {}
+    for v in values:
+        is_narrow = v.scale is not None and not is_complex(v.data) and not spans(v.dtype)
+        if is_narrow and not scale_of(v).ndim and not v.is_sized and jnp.size(v.data):
+            # The class of a tracer shows if `jax.vmap` maps it.
+            groups.setdefault((type(v.data), jax.typeof(v.data), v.dtype), []).append(v)
+    for (_, _, dtype), group in groups.items():
+        for start in range(0, len(group), _TOGETHER):
+            some = group[start : start + _TOGETHER]
+            units = units_of([v.apart().data for v in some], format_of(dtype).max)
+            for v, unit in zip(some, units, strict=True):
+                v.once("rms", lambda unit=unit: unit)
+    return [v.leaving() for v in values]
 
 
 def scale_of(value: Value) -> Scale:
@@ -387,66 +421,106 @@ def data_at(value: Value, scale: Scale, dtype: Any) -> Any:
     return narrow(times(value.wide(), scale.inverse()), dtype)
 
 
-def unit_of(data: Any, statistic: Statistic = "rms", largest: float = math.inf) -> Any:
+def unit_of(data: Any, statistic: Statistic = "rms", largest: float = 2.0**127) -> Any:
     """Return the power of two nearest the RMS (or largest magnitude) of the finite elements.
 
     No finite element exceeds ``largest`` times the result. It is 1 if all finite elements are 0, or
     if there are more than 2^16 elements with an RMS below about 2^-90. It has no gradient.
     """
-    data = lax.stop_gradient(jnp.asarray(data))
-    if not data.size:
+    size = _magnitudes(data)
+    if not size.size:
         return jnp.ones((), jnp.float32)
+    axes = tuple(range(size.ndim))
+    if statistic == "amax" or not axes:
+        return _nearest_pow2(lax.reduce_max(size, axes))
+    return _unit(size.size, largest, _rms(size, axes), lambda: lax.reduce_max(size, axes))
+
+
+def units_of(arrays: Sequence[Any], largest: float) -> list[Any]:
+    """Return `unit_of` each of several arrays of one shape and sharding, in few operations."""
+    sizes = [_magnitudes(x) for x in arrays]
+    count, last = sizes[0].size, sizes[0].ndim - 1
+    if _headroom(count, largest) is not None:  # stack no large arrays, but the RMS of their rows
+        sizes = [_rms(size, (last,)) for size in sizes]
+    elif not isinstance(count, int) or count > 2**16:
+        return [unit_of(x, largest=largest) for x in arrays]
+    stacked = jnp.stack(sizes)
+    axes = tuple(range(1, stacked.ndim))
+    rms, amax = _rms(stacked, axes), lax.reduce_max(stacked, axes)
+    # Further operations follow these slices, because XLA fuses those, but not slices alone.
+    return [_unit(count, largest, rms[i], lambda i=i: amax[i]) for i in range(len(arrays))]
+
+
+def _headroom(count: Any, largest: float) -> int | None:
+    """Return log2 of the least scale of a large array over its RMS, if that is small.
+
+    No entry exceeds sqrt(n) times the RMS of n elements. For large arrays this bound replaces the
+    largest entry, so that they are read once; they count as 0 where their squares underflow.
+    """
+    if not isinstance(count, int) or count <= 2**16:
+        return None  # the count is symbolic in an export
+    shift = max(math.ceil(math.log2(count) / 2) - math.floor(math.log2(largest)) + 1, 0)
+    return shift if shift <= 2 else None
+
+
+def _unit(count: Any, largest: float, rms: Any, amax: Callable[[], Any]) -> Any:
+    """Return the power of two nearest the RMS, or a larger one if the largest entry needs it."""
+    shift = _headroom(count, largest)
+    if shift is not None:
+        return lax.min(lax.mul(_nearest_pow2(rms), np.float32(2.0**shift)), np.float32(2.0**126))
+    unit = _nearest_pow2(lax.select(lax.gt(rms, np.float32(0)), rms, amax()))
+    room = np.float32(2.0 ** (1 - math.floor(math.log2(largest))))
+    return lax.max(unit, lax.mul(_nearest_pow2(amax()), room))
+
+
+def _magnitudes(data: Any) -> Any:
+    """Return the magnitudes of the finite elements in float32, and 0 for others."""
+    data = lax.stop_gradient(jnp.asarray(data))
     size = lax.abs(data if jnp.iscomplexobj(data) else widen(data))
     most = np.asarray(jnp.finfo(size.dtype).max, size.dtype)
     # A comparison, which infinity and NaN fail, because XLA would write `is_finite` to memory.
     size = lax.select(lax.le(size, most), size, lax.full_like(size, 0))
-    size = lax.convert_element_type(lax.min(size, np.asarray(3e38, size.dtype)), np.float32)
-    axes, rms = tuple(range(size.ndim)), _rms(size)
-    room = math.floor(math.log2(min(largest, 2.0**127)))
-    # No entry exceeds sqrt(n) times the RMS of n elements. For large arrays this bound replaces the
-    # largest entry, so that they are read once; they count as 0 where their squares underflow.
-    if isinstance(size.size, int) and size.size > 2**16 and statistic == "rms":
-        shift = max(math.ceil(math.log2(size.size) / 2) - (room - 1), 0)
-        if shift <= 2:
-            return lax.mul(_nearest_pow2(rms), np.float32(2.0**shift))
-    amax = lax.reduce_max(size, axes)
-    if statistic == "amax" or not size.ndim:
-        return _nearest_pow2(amax)
-    unit = _nearest_pow2(lax.select(lax.gt(rms, np.float32(0)), rms, amax))
-    return lax.max(unit, lax.mul(_nearest_pow2(amax), np.float32(2.0 ** (1 - room))))
+    if size.dtype == np.float32:
+        return size
+    return lax.convert_element_type(lax.min(size, np.asarray(3e38, size.dtype)), np.float32)
 
 
-def _rms(size: Any) -> Any:
+def _rms(size: Any, axes: tuple[int, ...]) -> Any:
     """Return the RMS of float32 magnitudes; 0 below about 2^-90, where squares underflow.
 
     Squares are summed with a factor for large and with one for small numbers. The two sums are one
     complex sum, which XLA fuses with the operation that computes the data.
     """
-    terms = size.size if isinstance(size.size, int) else 2**20  # the size is symbolic in an export
+    count = math.prod(size.shape[axis] for axis in axes)
+    terms = count if isinstance(count, int) else 2**20  # the size is symbolic in an export
     shift = math.ceil(math.log2(terms) / 2)
     # The first sum is exact for an RMS above 2^(8 + shift), the second below 2^(10 + shift).
     down, up = np.float32(2.0 ** (-66 - shift)), np.float32(2.0 ** (53 - 3 * shift))
     large = lax.mul(size, down)
     small = lax.min(lax.mul(size, up), np.float32(2.0 ** (63 - shift)))
     squares = lax.complex(lax.mul(large, large), lax.mul(small, small))
-    sums = lax.reduce_sum(squares, tuple(range(size.ndim)))
+    sums = lax.reduce_sum(squares, axes)
     is_large = lax.ge(lax.real(sums), np.float32(2.0 ** (2 * shift - 116)))
     found = lax.select(is_large, lax.real(sums), lax.imag(sums))
     unit = lax.select(
         is_large, lax.full_like(found, 2.0**66), lax.full_like(found, 2.0 ** (2 * shift - 53))
     )
     # The mean over 4^shift: dividing by all terms could underflow.
-    share = jnp.asarray(size.size, np.float32) * np.float32(4.0**-shift)
+    share = jnp.asarray(count, np.float32) * np.float32(4.0**-shift)
     return lax.mul(lax.sqrt(lax.div(found, share)), unit)
 
 
-_EXPONENT_BITS = np.int32(0x7F800000)
+def _inverse(power: Any) -> Any:
+    """Return one over a power of two between 2^-126 and 2^126, without a division."""
+    # XLA runs a division in a kernel of its own, but fuses this with the operations that use it.
+    bits = lax.sub(np.int32(254 << 23), lax.bitcast_convert_type(power, np.int32))
+    return lax.bitcast_convert_type(bits, np.float32)
 
 
 def _nearest_pow2(size: Any) -> Any:
     """Round to the nearest power of two (1.5 rounds up); return 1 for zero and subnormals."""
     # Multiplied by 4/3, numbers from 1.5 on reach the next exponent; the mask keeps the exponent.
     size = lax.min(lax.mul(size, np.float32(4 / 3)), np.float32(2.0**126))
-    bits = lax.bitcast_convert_type(size, np.int32)
-    power = lax.bitcast_convert_type(lax.bitwise_and(bits, _EXPONENT_BITS), np.float32)
+    bits = lax.bitwise_and(lax.bitcast_convert_type(size, np.int32), np.int32(0x7F800000))
+    power = lax.bitcast_convert_type(bits, np.float32)
     return lax.select(lax.gt(power, np.float32(0)), power, lax.full_like(power, 1))
