@@ -9,10 +9,16 @@ import numpy as np
 import pytest
 
 from tests.batching import compute
-from unitscale.core import ScaledArray
-from unitscale.quant import Contraction, contract, scaled_matmul
-from unitscale.quant._lowering import move_rows_last
-from unitscale.quant._matmul import Core
+from unitscale.quant import (
+    Block,
+    Contraction,
+    Dynamic,
+    MatmulConfig,
+    Unit,
+    contract,
+    scaled_matmul,
+)
+from unitscale.quant._lowering import Moved, both_layouts
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 RNG = np.random.default_rng(0)
@@ -27,66 +33,73 @@ def finite(*shape: int, dtype: str = E4M3) -> jax.Array:
     return jnp.asarray(RNG.normal(size=shape)).astype(dtype)
 
 
-def test_moving_rows_in_words_is_transposing() -> None:
+@pytest.mark.parametrize("stored", [True, False])
+def test_both_layouts_hold_the_same_numbers(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test every code of a format, including NaN and infinity."""
-    shapes = {(4, 1): 1, (3, 8, 5): 2, (8, 3, 2): 1, (2, 3, 4, 7): 3}
+    on("gpu", monkeypatch)
+    shapes = {(4, 4): 1, (3, 8, 20): 2, (8, 3, 8): 1, (2, 3, 4, 12): 3}
     codes = {shape: RNG.integers(0, 256, shape, np.uint8) for shape in shapes}
 
-    def moved(codes: Any, count: int, dtype: str) -> Any:
-        moved = move_rows_last(codes.view(jnp.dtype(dtype)), count)
-        assert moved.dtype == dtype
-        return moved.view(jnp.uint8)
+    def laid_out(codes: Any, count: int, dtype: str) -> Any:
+        same, moved = both_layouts(codes.view(jnp.dtype(dtype)), count, stored=stored)
+        assert isinstance(moved, Moved)
+        assert same.dtype == moved.x.dtype == dtype
+        return same.view(jnp.uint8), moved.x.view(jnp.uint8)
 
     table = {
-        (shape, dtype): (partial(moved, count=count, dtype=dtype), codes[shape])
+        (shape, dtype): (partial(laid_out, count=count, dtype=dtype), codes[shape])
         for shape, count in shapes.items()
         for dtype in (E4M3, E5M2)
     }
-    for (shape, _), found in compute(table).items():
+    for (shape, _), (same, moved) in compute(table).items():
         count = shapes[shape]
         order = (*range(count, len(shape)), *range(count))
-        np.testing.assert_array_equal(found, codes[shape].transpose(order))
-
-
-def scaled(x: jax.Array, scale: Any, **options: Any) -> ScaledArray:
-    return ScaledArray(x, jnp.asarray(scale, jnp.float32), **options)
+        np.testing.assert_array_equal(same, codes[shape])
+        np.testing.assert_array_equal(moved, codes[shape].transpose(order))
 
 
 DENSE = Contraction("btk", "kn", "btn")
-GRADIENTS = [  # the spec of the forward matmul, its left operand, a cotangent
-    (DENSE, finite(2, 8, 3), finite(2, 8, 5), True),
-    (DENSE, scaled(finite(2, 8, 3, dtype=E5M2), 0.5), scaled(finite(2, 8, 5), 8.0), True),
-    (DENSE, finite(2, 6, 3), finite(2, 6, 5), False),  # rows no multiple of 4
-    (DENSE, finite(2, 8, 3, dtype="bfloat16"), finite(2, 8, 5, dtype="bfloat16"), False),
-    (Contraction("btk", "bkn", "btn"), finite(2, 8, 3), finite(2, 8, 5), False),
-    (Contraction("kb", "kn", "bn"), finite(3, 8), finite(8, 5), False),
-    (DENSE, scaled(finite(2, 8, 3), [[[2, 2, 2]]]), finite(2, 8, 5), False),
-    (
-        DENSE,
-        scaled(finite(2, 8, 4), np.full((2, 8, 2), 2), block_shape=(1, 1, 2)),
-        finite(2, 8, 5),
-        False,
-    ),
+BATCHED = Contraction("btk", "bkn", "btn")
+COLUMNS = Contraction("kb", "kn", "bn")
+EINSUM = Contraction("bthd", "hdn", "btn")
+# Spec, shapes of operands, strategy, and how many of the three tensors have both layouts.
+MATMULS = [
+    (DENSE, (2, 8, 4), (4, 12), Unit(), 3),
+    (DENSE, (2, 8, 4), (4, 12), Dynamic(), 3),
+    (EINSUM, (2, 4, 3, 4), (3, 4, 8), Unit(), 3),
+    (DENSE, (2, 6, 4), (4, 12), Unit(), 1),  # rows no multiple of 4
+    (DENSE, (2, 8, 3), (3, 12), Unit(), 1),  # features no multiple of 4
+    (DENSE, (2, 8, 4), (4, 12), Dynamic("channel"), 0),
+    (DENSE, (2, 8, 4), (4, 12), Block(4), 0),
+    (BATCHED, (4, 8, 4), (4, 4, 12), Unit(), 0),
+    (COLUMNS, (4, 8), (4, 12), Unit(), 2),
 ]
 
 
-def weight_gradient(forward: Contraction, x: Any, dy: Any, factor: Any = 1.0) -> jax.Array:
-    """Compute a matmul like the callers in the library."""
-    core = Core(forward, (1.0, 1.0, 1.0), None, jnp.float32, (jnp.float32, jnp.float32))
-    return core.weight_gradient(x, dy, None, factor, jnp.float32)
-
-
-@pytest.mark.parametrize(("forward", "x", "dy", "moves"), GRADIENTS)
-def test_weight_gradients(forward, x, dy, moves, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On NVIDIA GPUs, FP8 rows are transposed in words if possible."""
-    a, b = (np.float64(z.value if isinstance(z, ScaledArray) else z) for z in (x, dy))
-    expected = 0.3 * np.einsum(f"{forward.lhs},{forward.out}->{forward.rhs}", a, b)
+@pytest.mark.parametrize(("spec", "left", "right", "strategy", "count"), MATMULS)
+def test_layouts_do_not_change_a_matmul(
+    spec, left, right, strategy, count, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NVIDIA GPUs, matmuls get FP8 operands in TN layout if possible."""
+    config = MatmulConfig(cotangent=E5M2, strategy=strategy)
+    sizes = dict(zip(spec.lhs + spec.rhs, left + right, strict=True))
+    out = tuple(sizes[c] for c in spec.out)
+    operands = [jnp.bfloat16(RNG.normal(size=shape)) for shape in (left, right, out)]
+    results, texts = {}, {}
     for platform in ("gpu", "tpu"):
         on(platform, monkeypatch)
-        gradient = jax.jit(lambda x, dy: weight_gradient(forward, x, dy, jnp.float32(0.3)))
-        text = gradient.lower(x, dy).as_text()
-        assert ("ui32" in text) == (moves and platform == "gpu"), platform
-        np.testing.assert_allclose(gradient(x, dy), expected, rtol=1e-5, atol=1e-5)
+
+        def three(x: Any, w: Any, dy: Any, _: str = platform) -> Any:
+            y, vjp = jax.vjp(lambda x, w: contract(x, w, spec, config=config), x, w)
+            return y, *vjp(dy)
+
+        program = jax.jit(three)
+        texts[platform] = program.lower(*operands).as_text()
+        results[platform] = program(*operands)
+    assert texts["gpu"].count("@LayoutConstraint") == 2 * count
+    assert "@LayoutConstraint" not in texts["tpu"]
+    for found, expected in zip(results["gpu"], results["tpu"], strict=True):
+        np.testing.assert_array_equal(np.float32(found), np.float32(expected))
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -65,6 +65,10 @@ class GroupedCore(Core):
         x, seen = super().quantize(*args)
         return (dequantize(x) if self.per_slice else x), seen
 
+    def both_layouts(self, x: Any, which: int) -> tuple[Any, Any]:
+        """Return the operand twice: the loops slice blocks of rows, whatever their layout."""
+        return x, x
+
     def multiply(
         self, lhs: Any, rhs: Any, groups: Any, spec: Contraction, factor: Any, dtype: Any
     ) -> jax.Array:

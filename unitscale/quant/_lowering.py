@@ -5,12 +5,13 @@ programs small.
 """
 
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import ScaledArray, is_float8, is_scaled, widen
@@ -44,18 +45,19 @@ def dot(
     return multiply(lhs, rhs, (((0,), (0,)), ((), ())))
 
 
-def isolate(lhs: Any, rhs: Any, factors: tuple[Any, ...]) -> tuple[Any, Any, list[Any]]:
-    """Put barriers on the left operand of the forward matmul and the right one of the backward.
+def isolate(
+    lhs: Any, rhs: Any, backward: Any, factors: tuple[Any, ...]
+) -> tuple[Any, Any, Any, list[Any]]:
+    """Put barriers on the operands of the forward matmul, and the right one of the ``backward``.
 
     Without barriers XLA merges matmuls that share an operand and then copies parts of the result,
-    and it folds a factor into a GEMM only if no other matmul uses the same number. Each operand's
-    other use, which needs the transposed layout, gets no barrier: XLA can transpose while casting.
-    The second barrier excludes the left operand, which activation checkpointing may recompute.
+    and it folds a factor into a GEMM only if no other matmul uses the same number. The left operand
+    of the weight gradient gets none here, because activation checkpointing may recompute it.
     """
     own = [jnp.asarray(f) if isinstance(f, jax.Array) or f != 1 else None for f in factors]
-    lhs, own[0], _ = lax.optimization_barrier((lhs, own[0], rhs))
-    rhs, own[1:] = lax.optimization_barrier((rhs, own[1:]))
-    return lhs, rhs, [1.0 if f is None else f for f in own]
+    lhs, own[0], rhs = lax.optimization_barrier((lhs, own[0], rhs))
+    backward, own[1:] = lax.optimization_barrier((backward, own[1:]))
+    return lhs, rhs, backward, [1.0 if f is None else f for f in own]
 
 
 def saveable(x: jax.Array) -> jax.Array:
@@ -70,32 +72,66 @@ def saveable(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
-def packs(x: Any, count: int) -> bool:
-    """Return whether `move_rows_last` can move the first ``count`` dimensions of an operand."""
+class Moved(NamedTuple):
+    """An operand whose first dimensions were moved last (`both_layouts`)."""
+
+    x: Any
+
+
+def both_layouts(x: Any, count: int, *, stored: bool) -> tuple[Any, Any]:
+    """Return an FP8 operand, and a copy with the first ``count`` dimensions `Moved` last.
+
+    cuBLAS multiplies FP8 only if the summed dimension is contiguous in both operands (TN layout),
+    so an operand of two matmuls is needed in two layouts. On other backends, and where the copy is
+    not supported, both results are ``x``.
+
+    XLA writes a transpose of 8-bit numbers byte by byte: on an H200 (jax 0.11.2) a gradient of
+    768 x 3,072 over 8,192 tokens then takes 245 microseconds. With words of four bytes it takes 75,
+    and in bfloat16 62. The constraints keep the transpose after the packing. If ``x`` is the cast
+    of a ``stored`` array, such as a weight, one kernel writes both layouts, provided that both
+    consist of words. Other operands are the results of longer computations, which XLA would repeat
+    for the second layout; the barrier makes it read the FP8 result instead.
+    """
+    if not _moves(x, count):
+        return x, x
+    if is_scaled(x):
+        same, moved = both_layouts(x.data, count, stored=stored)
+        return x.map_data(lambda _: same), Moved(x.map_data(lambda _: moved.x))
+    same = x
+    if stored:
+        same = _bytes(_words(x, x.ndim - 1), x.dtype)
+    else:
+        x = lax.optimization_barrier(x)
+    order = (*range(count, x.ndim), *range(count))
+    words = _row_major(lax.transpose(_row_major(_words(x, count - 1)), order))
+    return same, Moved(_bytes(words, x.dtype))
+
+
+def _moves(x: Any, count: int) -> bool:
     if is_scaled(x) and (x.block_shape or (x.scale is not None and x.scale.ndim)):
         return False
     data = data_of(x)
+    fits = 0 < count < data.ndim and not (data.shape[count - 1] % 4 or data.shape[-1] % 4)
     sharded = any(jax.typeof(data).sharding.spec)
-    return bool(count) and is_float8(data.dtype) and not sharded and not data.shape[count - 1] % 4
+    return fits and jax.default_backend() == "gpu" and is_float8(data.dtype) and not sharded
 
 
-def move_rows_last(x: Any, count: int) -> Any:
-    """Move the first ``count`` dimensions of an FP8 operand last, four bytes at a time.
+def _words(x: jax.Array, axis: int) -> jax.Array:
+    """Pack groups of four 8-bit numbers along an axis into words, the first in the lowest byte."""
+    codes = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint32)
+    codes = codes.reshape(*x.shape[:axis], -1, 4, *x.shape[axis + 1 :])
+    parts = (lax.index_in_dim(codes, i, axis + 1, keepdims=False) for i in range(4))
+    return reduce(lax.bitwise_or, (part << jnp.uint32(8 * i) for i, part in enumerate(parts)))
 
-    This gives weight gradients cuBLAS's TN layout. XLA transposes byte by byte: on an H200 (jax
-    0.11.2) a gradient of 768 x 3,072 over 8,192 tokens then takes 245 microseconds. With words of
-    four bytes it takes 75, and in bfloat16 62.
-    """
-    if is_scaled(x):
-        return x.map_data(lambda data: move_rows_last(data, count))
-    (*outer, last), rest = x.shape[:count], x.shape[count:]
-    rows = lax.bitcast_convert_type(x, jnp.uint8).reshape(*outer, last // 4, 4, *rest)
-    parts = lax.split(rows.astype(jnp.uint32), (1,) * 4, axis=count)
-    word = reduce(lax.bitwise_or, (part << jnp.uint32(8 * i) for i, part in enumerate(parts)))
-    word = lax.squeeze(word, (count,))
-    word = lax.transpose(word, (*range(count, word.ndim), *range(count)))
-    packed = lax.bitcast_convert_type(word, jnp.uint8)
-    return lax.bitcast_convert_type(packed.reshape(*rest, *outer, last), x.dtype)
+
+def _bytes(words: jax.Array, dtype: Any) -> jax.Array:
+    """Unpack words along the last axis."""
+    codes = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
+    return lax.bitcast_convert_type(codes, dtype)
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def transposed_copy(x: Any) -> ScaledArray | None:
@@ -104,8 +140,14 @@ def transposed_copy(x: Any) -> ScaledArray | None:
     return x.T if one_scale and x.dtype.itemsize == 1 else None
 
 
-def data_of(x: jax.Array | ScaledArray) -> jax.Array:
-    """Return the data of a ScaledArray; other arrays unchanged."""
+def operand_of(x: Any) -> Any:
+    """Return the operand in a `Moved`; other operands unchanged."""
+    return x.x if isinstance(x, Moved) else x
+
+
+def data_of(x: Any) -> jax.Array:
+    """Return the data of an operand: an array, a ScaledArray, or one of them `Moved`."""
+    x = operand_of(x)
     return x.data if isinstance(x, ScaledArray) else x
 
 

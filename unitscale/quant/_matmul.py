@@ -30,6 +30,7 @@ from ..core import (
 )
 from . import _lowering
 from ._config import Block, Dynamic, MatmulConfig, Static, Unit
+from ._lowering import Moved
 from ._quantize import (
     dequantize,
     needs_scale,
@@ -247,17 +248,26 @@ class Core:
         del groups
         return scaled_matmul(lhs, rhs, spec, factor, dtype)
 
+    def both_layouts(self, x: Any, which: int) -> tuple[Any, Any]:
+        """Return a quantized operand for its two matmuls; for the second it may be `Moved`.
+
+        The second is the weight gradient, or the forward matmul for the right operand.
+        """
+        labels = (self.spec.lhs, self.spec.rhs, self.spec.out)[which]
+        summed = self.spec.summed if which == RHS else self.spec.grad_rhs.summed
+        if not labels.startswith(summed):
+            return x, x
+        return _lowering.both_layouts(x, len(summed), stored=which == RHS)
+
     def weight_gradient(
         self, lhs: Any, cotangent: Any, groups: Any, factor: Any, dtype: Any
     ) -> jax.Array:
-        """Run the matmul of the right gradient; on a GPU in the layout that FP8 kernels need."""
+        """Run the matmul of the right gradient. Operands may be `Moved`."""
         del groups
-        spec = self.spec.grad_rhs
-        n = len(spec.summed)
-        moves = jax.default_backend() == "gpu" and spec.lhs[:n] == spec.rhs[:n] == spec.summed
-        if moves and _lowering.packs(lhs, n) and _lowering.packs(cotangent, n):
-            lhs, cotangent = (_lowering.move_rows_last(x, n) for x in (lhs, cotangent))
-            spec = Contraction(spec.lhs[n:] + spec.lhs[:n], spec.rhs[n:] + spec.rhs[:n], spec.out)
+        spec = _in_layouts(self.spec.grad_rhs, lhs, cotangent)
+        if isinstance(lhs, Moved):  # XLA would merge matmuls and copy their operands together
+            lhs, cotangent = jax.lax.optimization_barrier((lhs, cotangent))
+        lhs, cotangent = _lowering.operand_of(lhs), _lowering.operand_of(cotangent)
         return scaled_matmul(lhs, cotangent, spec, factor, dtype)
 
     def differentiate(
@@ -279,8 +289,8 @@ class Core:
             for_lhs, _ = self.quantize(for_lhs, COTANGENT, state, spec.grad_lhs)
             for_rhs, _ = self.quantize(for_rhs, COTANGENT, state, spec.grad_rhs)
         else:
-            for_lhs, seen = self.quantize(cotangent, COTANGENT, state, spec)
-            for_rhs = for_lhs
+            quantized, seen = self.quantize(cotangent, COTANGENT, state, spec)
+            for_lhs, for_rhs = self.both_layouts(quantized, COTANGENT)
         if transposed is not None:
             rhs, left = transposed, Contraction(spec.out, spec.rhs[::-1], spec.lhs)
         grad_lhs = self.multiply(for_lhs, rhs, groups, left, factors[0], self.dtypes[0])
@@ -289,6 +299,16 @@ class Core:
         grad_rhs = lax.convert_element_type(grad_rhs, self.dtypes[1])
         reshard_like = _lowering.reshard_like
         return reshard_like(grad_lhs, like[0]), reshard_like(grad_rhs, like[1]), seen
+
+
+def _in_layouts(spec: Contraction, lhs: Any, rhs: Any) -> Contraction:
+    """Return ``spec`` for operands that may be `Moved`: their summed labels come last."""
+    n = len(spec.summed)
+    terms = [
+        labels[n:] + labels[:n] if isinstance(x, Moved) else labels
+        for x, labels in ((lhs, spec.lhs), (rhs, spec.rhs))
+    ]
+    return Contraction(*terms, spec.out)
 
 
 def _move_scale(cotangent: Any, out: str, operand: Any, labels: str) -> tuple[Any, Any]:
@@ -313,14 +333,17 @@ def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     if core.config is not None:
         lhs = jax.tree.map(_lowering.saveable, lhs)
     rhs, saw_rhs = core.quantize(rhs, RHS, state, core.spec)
-    left, right, factors = lhs, rhs, core.factors
+    left, lhs = core.both_layouts(lhs, LHS)
+    rhs, right = core.both_layouts(rhs, RHS)
+    factors = core.factors
     if multiplier is not None:
         factors = tuple(factor * multiplier for factor in factors)
     if core.config is not None and groups is None:  # XLA does not merge matmuls across loops
-        left, right, factors = _lowering.isolate(lhs, rhs, factors)
-    y = core.multiply(left, rhs, groups, core.spec, factors[0], core.out_dtype)
+        left, right, rhs, factors = _lowering.isolate(left, right, rhs, factors)
+    spec, right = _in_layouts(core.spec, left, right), _lowering.operand_of(right)
+    y = core.multiply(left, right, groups, spec, factors[0], core.out_dtype)
     own = [factor if isinstance(factor, jax.Array) else None for factor in factors[1:]]
-    return y, (lhs, right, groups, state, (saw_lhs, saw_rhs), own)
+    return y, (lhs, rhs, groups, state, (saw_lhs, saw_rhs), own)
 
 
 def _matmul_bwd(core, residuals, cotangent):
@@ -329,7 +352,7 @@ def _matmul_bwd(core, residuals, cotangent):
         f if array is None else array for f, array in zip(core.factors[1:], own, strict=True)
     ]
     grad_lhs, grad_rhs, saw = core.differentiate(lhs, rhs, cotangent, groups, factors, state)
-    sizes = lhs.size, rhs.size, cotangent.size
+    sizes = [_lowering.data_of(x).size for x in (lhs, rhs, cotangent)]
     return grad_lhs, grad_rhs, None, None, state_gradient(state, (*seen, saw), sizes)
 
 
