@@ -407,7 +407,7 @@ def _unstacked(tree: Any) -> list[Any]:
 
     def entries(leaf: Any) -> list[Any]:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return list(leaf)
+            return [leaf[i] for i in range(leaf.shape[0])]
         # The derivative of a split is one concatenation, and that of indexing many sums.
         return [lax.squeeze(x, (0,)) for x in lax.split(leaf, (1,) * leaf.shape[0])]
 
