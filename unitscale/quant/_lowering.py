@@ -92,7 +92,7 @@ def both_layouts(x: Any, count: int, *, stored: bool) -> tuple[Any, Any]:
     consist of words. Other operands are the results of longer computations, which XLA would repeat
     for the second layout; the barrier makes it read the FP8 result instead.
     """
-    if not _moves(x, count):
+    if not _moves(x, count) or (stored and not _one_device()):
         return x, x
     if is_scaled(x):
         same, moved = both_layouts(x.data, count, stored=stored)
@@ -131,7 +131,12 @@ def _bytes(words: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _row_major(x: jax.Array) -> jax.Array:
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    # With several devices XLA would gather an array to constrain its layout.
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if _one_device() else x
+
+
+def _one_device() -> bool:
+    return jax.device_count() == 1 and jax.sharding.get_abstract_mesh().empty
 
 
 def transposed_copy(x: Any) -> ScaledArray | None:

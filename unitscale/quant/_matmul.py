@@ -308,7 +308,7 @@ def _in_layouts(spec: Contraction, lhs: Any, rhs: Any) -> Contraction:
         labels[n:] + labels[:n] if isinstance(x, Moved) else labels
         for x, labels in ((lhs, spec.lhs), (rhs, spec.rhs))
     ]
-    return Contraction(*terms, spec.out)
+    return Contraction(terms[0], terms[1], spec.out)
 
 
 def _move_scale(cotangent: Any, out: str, operand: Any, labels: str) -> tuple[Any, Any]:
@@ -352,7 +352,7 @@ def _matmul_bwd(core, residuals, cotangent):
         f if array is None else array for f, array in zip(core.factors[1:], own, strict=True)
     ]
     grad_lhs, grad_rhs, saw = core.differentiate(lhs, rhs, cotangent, groups, factors, state)
-    sizes = [_lowering.data_of(x).size for x in (lhs, rhs, cotangent)]
+    sizes = _lowering.data_of(lhs).size, _lowering.data_of(rhs).size, cotangent.size
     return grad_lhs, grad_rhs, None, None, state_gradient(state, (*seen, saw), sizes)
 
 
