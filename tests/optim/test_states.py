@@ -13,79 +13,13 @@ import pytest
 from optax import contrib
 
 from tests.batching import chunks, compute, entry
-from tests.optimizers import scaled
+from tests.optimizers import PARAMS, RUNS, STEPS, Run, loss, scaled
 from unitscale import optim
 from unitscale.core import to_array
 from unitscale.optim import Moment, SquareRoot
 from unitscale.optim._roles import _ROLES, _TINY_STEPS, path_name
 from unitscale.optim._storage import is_stored, load
 
-STEPS = 200
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(64, 8)).astype(np.float32)
-Y = np.sin(X @ (0.5 * RNG.normal(size=8))).astype(np.float32)
-PARAMS = {
-    "a": (0.35 * RNG.normal(size=(8, 16))).astype(np.float32),
-    "b": (0.25 * RNG.normal(size=16)).astype(np.float32),
-}
-
-
-def loss(params: Any) -> jax.Array:
-    return jnp.mean((jnp.tanh(X @ params["a"]) @ params["b"] - Y) ** 2)
-
-
-class Run(NamedTuple):
-    """An optimizer, further arguments of its update, and the format of weights."""
-
-    make: Callable[[], Any]
-    wants: tuple[str, ...] = ()
-    weights: Any = "float16"
-
-
-def _sam() -> Any:
-    return contrib.sam(optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05)))
-
-
-# Those that need a rate alone.
-RATES = {
-    1e-3: "rprop simplified_ademamix",
-    3e-3: "lion rmsprop sign_sgd signum",
-    1e-2: """
-        acprop adabelief adafactor adam adamax adamaxw adamw adan ademamix adopt amsgrad fromage
-        lamb madgrad muon nadam nadamw novograd optimistic_adam_v2 radam schedule_free_adamw yogi
-    """,
-    0.05: "optimistic_gradient_descent",
-    0.1: "adagrad schedule_free_sgd sgd sm3",
-    1.0: "adadelta lars",
-}
-RUNS: dict[str, Run] = {
-    name: Run(functools.partial(getattr(optax, name, None) or getattr(contrib, name), rate))
-    for rate, names in RATES.items()
-    for name in names.split()
-} | {
-    "adafactor, factored": Run(lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4)),
-    "lbfgs": Run(optax.lbfgs, ("value", "grad", "value_fn")),
-    "noisy_sgd": Run(lambda: optax.noisy_sgd(0.05, key=0)),
-    "polyak_sgd": Run(optax.polyak_sgd, ("value",)),
-    "rmsprop, bias correction": Run(lambda: optax.rmsprop(3e-3, bias_correction=True)),
-    "rmsprop, centred": Run(lambda: optax.rmsprop(3e-3, centered=True)),
-    "rmsprop, momentum": Run(lambda: optax.rmsprop(3e-3, centered=True, momentum=0.9)),
-    "sgd, momentum": Run(lambda: optax.sgd(0.05, momentum=0.9)),
-    "sgd, nesterov": Run(lambda: optax.sgd(0.05, momentum=0.9, nesterov=True)),
-    "cocob": Run(contrib.cocob),
-    "dadapt_adamw": Run(contrib.dadapt_adamw, weights=None),
-    "dog": Run(lambda: contrib.dog(1.0), weights=None),
-    "dowg": Run(lambda: contrib.dowg(1.0), weights=None),
-    "galore": Run(lambda: contrib.galore(1e-2, rank=4)),
-    "mechanize": Run(lambda: contrib.mechanize(optax.sgd(0.1)), weights=None),
-    "momo": Run(contrib.momo, ("value",)),
-    "momo_adam": Run(contrib.momo_adam, ("value",)),
-    "prodigy": Run(contrib.prodigy, weights=None),
-    "sam": Run(_sam),
-    "schedule_free": Run(lambda: contrib.schedule_free(optax.sgd(0.1), 0.1)),
-    "sophia": Run(lambda: contrib.sophia(1e-2), ("obj_fn",)),
-    "split_real_and_imaginary": Run(lambda: contrib.split_real_and_imaginary(optax.adam(1e-2))),
-}
 # Their gradients are not as the parameters: pairs of parameters, one gradient per example.
 REFUSED = {
     "lookahead": (
@@ -173,8 +107,7 @@ def train(run: Run, formats: bool) -> Callable[[Any], jax.Array]:
     def step(carry, _):
         params, state = carry
         value, grads = jax.value_and_grad(loss)(to_array(params))
-        everything = {"value": value, "grad": grads, "value_fn": loss, "obj_fn": loss}
-        extra = {name: everything[name] for name in run.wants}
+        extra = run.extra(value, grads, loss)
         if formats:
             return tx.step(params, state, grads, **extra), None
         updates, state = tx.update(grads, state, params, **extra)

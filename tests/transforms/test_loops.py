@@ -43,33 +43,20 @@ def test_accumulators_that_start_at_zero_items_and_loops_without_turns() -> None
 
     tiny = as_scaled(jnp.full((8, 3), 3e-7), dtype=jnp.float16)
     items = ScaledArray(jnp.ones((2, 3)), jnp.asarray([[2.0], [16.0]]))
-    three, none = as_scaled((jnp.float32(3), jnp.zeros(0)), dtype=jnp.float16)
+    three, none = as_scaled((jnp.float32(3), jnp.zeros((0, 3))), dtype=jnp.float16)
     total, doubled, ((carry, out), empty) = compute(
         {
             0: (scalify(lambda a: lax.scan(lambda c, v: (c + v, None), jnp.zeros(3), a)[0]), tiny),
             1: (scalify(lambda a: lax.map(lambda v: v * 2, a)), items),
-            2: (scalify(run), three, none),
+            2: (scalify(lambda c, rows: run(jnp.full(3, c), rows)), three, none),
         }
     ).values()
     assert total.dtype == jnp.float16
     np.testing.assert_allclose(total.value, 8 * 3e-7, rtol=4e-3)
     np.testing.assert_array_equal(doubled.value, 2 * items.value)
     assert doubled.scale.size == 2
-    assert (carry.value, out.shape, empty.shape) == (3, (0,), (0,))
-
-
-@pytest.mark.parametrize("size", [1e6, 1e-9])
-def test_complex_numbers_cross(size: float) -> None:
-    def states(x):
-        turn = 0.9 * jnp.exp(0.3j)
-        step = lambda h, u: (turn * h + u, (h.real, jnp.abs(h)))  # noqa: E731
-        return lax.scan(step, jnp.zeros(3, jnp.complex64), x)[1]
-
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)) * size, jnp.float32)
-    half = as_scaled(x, dtype="float16")
-    both = jax.jit(lambda x, half: (states(x), to_array(scalify(states)(half), jnp.float32)))
-    for expected, found in zip(*both(x, half), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=5e-3, atol=5e-3 * size)
+    np.testing.assert_array_equal(carry.value, [3, 3, 3])
+    assert out.shape == empty.shape == (0, 3)
 
 
 # So that a loop that never ends fails a test instead of holding it.
@@ -213,38 +200,3 @@ def test_what_a_counter_stops_stays_narrow() -> None:
     ]
     assert len(carried) == 1
     assert {a.dtype for a in carried[0] if a.shape == POSITIVE.shape} == {jnp.dtype(jnp.float16)}
-
-
-@pytest.mark.parametrize("size", [1e12, 1e-14])
-def test_results_far_from_one_keep_their_size(size: float) -> None:
-    def root(a: jax.Array) -> jax.Array:
-        return lax.while_loop(
-            lambda c: jnp.max(jnp.abs(c * c - a) / a) > 1e-3, lambda c: (c + a / c) / 2, a
-        )
-
-    x = np.float32([0.7, 1.0, 1.5, 2.0]) * np.float32(size)
-    found = jax.jit(scalify(root))(as_scaled(x, dtype="float16"))
-    np.testing.assert_allclose(to_array(found, jnp.float32), np.sqrt(x), rtol=3e-3)
-
-
-def transport(cost: Any) -> Any:
-    """Compute Sinkhorn's plan u K v, with u and v of very different magnitudes."""
-    kernel = jnp.exp(-cost)
-
-    def turn(s: Any) -> Any:
-        u = 0.25 / (kernel @ s[1])
-        return u, 0.25 / (kernel.T @ u)
-
-    def stop(s: Any) -> Any:
-        return jnp.sum(jnp.abs(s[0] * (kernel @ s[1]) - 0.25)) < 1e-4
-
-    (u, v), _ = turns(stop, turn, (jnp.ones(4), jnp.ones(4)))
-    return u[:, None] * kernel * v
-
-
-def test_a_product_of_two_results_is_not_of_their_rounded_entries() -> None:
-    far = jnp.array([0.0, 1.0, 40.0, 2.0])
-    cost = far[:, None] + jnp.abs(jnp.arange(4.0)[:, None] - jnp.arange(4.0))
-    both = jax.jit(lambda cost, half: (to_array(scalify(transport)(half)), transport(cost)))
-    found, expected = both(cost, as_scaled(cost, dtype=jnp.float16))
-    np.testing.assert_allclose(found, expected, rtol=3e-3, atol=1e-4)

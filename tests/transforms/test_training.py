@@ -1,6 +1,5 @@
 """Training under scalify follows training in float32."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.optimizers import PARAMS, RUNS, STEPS, X, Y, loss
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.core import is_scaled
 from unitscale.transforms import scalify
@@ -48,68 +48,6 @@ def test_layer_norm_of_flax(dtype: Any) -> None:
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=atol)
 
 
-TURNS = 200
-# A rate at which a step is more than the rounding of the parameters, and 200 of them train.
-RATE = 0.05
-RATES = {"acprop": 0.01, "rmsprop": 0.01}
-# What a learning rate alone does not make. The first estimates of methods that find their own rate
-# are such that the first steps are not lost in the rounding of the parameters.
-GIVEN: dict[str, Callable[[], Any]] = {
-    "dadapt_adamw": lambda: optax.contrib.dadapt_adamw(estim_lr0=1e-3),
-    "dog": lambda: optax.contrib.dog(1.0, init_step=("heuristic", 1e-2)),
-    "dowg": lambda: optax.contrib.dowg(1.0, init_estim_sq_dist=1e-2),
-    "mechanize": lambda: optax.contrib.mechanize(optax.sgd(RATE), s_init=1e-2),
-    "noisy_sgd": lambda: optax.noisy_sgd(RATE, key=jax.random.key(0)),
-    "polyak_sgd": lambda: optax.polyak_sgd(1.0),
-    "prodigy": lambda: optax.contrib.prodigy(1.0, estim_lr0=1e-3),
-    "sam": lambda: optax.contrib.sam(
-        optax.sgd(RATE), optax.chain(optax.contrib.normalize(), optax.sgd(RATE))
-    ),
-    "schedule_free": lambda: optax.contrib.schedule_free(optax.sgd(RATE), RATE),
-}
-LEFT_OUT = {"optimistic_adam", "dpsgd"}  # deprecated; wants a gradient of each example
-
-
-def optimizers() -> dict[str, Callable[[], Any]]:
-    """List the functions of optax and optax.contrib that take a learning rate, and those given."""
-    found = dict(GIVEN)
-    for module in (optax, optax.contrib):
-        for name, f in inspect.getmembers(module, inspect.isfunction):
-            building_block = name.startswith(("_", "scale_")) or name in LEFT_OUT
-            if "learning_rate" in inspect.signature(f).parameters and not building_block:
-                rate = RATES.get(name, RATE)
-                found.setdefault(name, lambda f=f, rate=rate: f(learning_rate=rate))
-    return found
-
-
-def problem() -> tuple[Any, Any]:
-    rng = np.random.default_rng(0)
-
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
-
-    params = {"up": normal(6, 12) / 3, "bias": jnp.zeros(12), "down": normal(12, 3) / 4}
-    x = normal(32, 6)
-    return params, (x, jnp.tanh(x @ normal(6, 3)))
-
-
-def optimizer_step(name: str, optimizer: Any) -> Callable[..., Any]:
-    update = optax.with_extra_args_support(optimizer).update
-
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-        def loss(p: Any) -> jax.Array:
-            x, target = batch
-            return jnp.mean((jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"] - target) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        extra = {"value": value, "grad": grads, "value_fn": loss}
-        extra = {} if name == "sam" else {"obj_fn": loss} if name == "sophia" else extra
-        updates, state = update(grads, state, params, **extra)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
-
-
 def rounded(tree: Any, dtype: Any, offset: Any) -> Any:
     """Round each leaf at a scale near its RMS; the offset shifts the rounding."""
 
@@ -127,7 +65,7 @@ def rounded(tree: Any, dtype: Any, offset: Any) -> Any:
 def losses(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
     """Return the loss of every step, and the final state."""
     found = []
-    for _ in range(TURNS):
+    for _ in range(STEPS):
         params, state, loss = step(params, state, batch)
         found.append(loss)
     return np.asarray([float(to_array(x)) for x in jax.device_get(found)]), (params, state)
@@ -135,30 +73,36 @@ def losses(step: Callable[..., Any], params: Any, state: Any, batch: Any) -> tup
 
 def follows(name: str) -> Any:
     """Train in float32 and float16; return the losses of float32, and the final float16 state."""
-    params, batch = problem()
-    optimizer = optimizers()[name]()
-    step, state = optimizer_step(name, optimizer), optimizer.init(params)
-    plain, _ = losses(jax.jit(step), params, state, batch)
-    assert plain[-20:].mean() < 0.9 * plain[0], "the plain program trains"
+    optimizer = RUNS[name].make()
+    update = optax.with_extra_args_support(optimizer).update
+
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        extra = RUNS[name].extra(value, grads, lambda params: loss(params, batch))
+        updates, state = update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state, value
 
     @jax.jit
     def storing(params: Any, state: Any, batch: Any, offset: Any) -> Any:
         *kept, loss = step(params, state, batch)
         return *rounded(tuple(kept), jnp.float16, offset), loss
 
+    params, batch = jax.tree.map(jnp.asarray, (PARAMS, (X, Y)))
+    start = params, optimizer.init(params), batch
+    plain, _ = losses(jax.jit(step), *start)
+    assert plain[-20:].mean() < 0.9 * plain[0], "the plain program trains"
     stored = [
-        losses(lambda *args, o=o: storing(*args, o), params, state, batch)[0]
+        losses(lambda *args, o=o: storing(*args, o), *start)[0]
         for o in np.asarray([1.0, 1.25, 1.5, 1.75], np.float32)
     ]
-    scaled = as_scaled((params, state, batch), dtype=jnp.float16)
-    found, end = losses(jax.jit(scalify(step)), *scaled)
+    found, end = losses(jax.jit(scalify(step)), *as_scaled(start, dtype=jnp.float16))
     assert np.all(np.isfinite(found))
     # Means over 20 steps, since two runs that follow each other swing apart.
     windows = [np.asarray(x).reshape(-1, 20).mean(1) for x in (plain, found, *stored)]
     apart = np.max([np.abs(w - windows[0]) for w in windows[2:]], axis=0)
     bound = 3 * np.maximum.accumulate(apart) + 0.02 * windows[0]
     assert np.all(np.abs(windows[1] - windows[0]) <= bound), (windows[:2], bound)
-    return plain, end, step, (params, state, batch)
+    return plain, end, step, start
 
 
 @pytest.mark.slow
@@ -172,7 +116,7 @@ def test_adamw_in_float16_and_float32_and_scales_have_a_fixed_point() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", optimizers())
+@pytest.mark.parametrize("name", RUNS)
 def test_training_in_float16_follows_float32(name: str) -> None:
     follows(name)
 
