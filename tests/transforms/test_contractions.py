@@ -134,20 +134,30 @@ def test_a_number_that_enters_a_call(dtype: str) -> None:
         check(table, rtol=4 * float(jnp.finfo(dtype).eps))
 
 
-def test_products_of_one_sign_grow_by_the_number_of_terms() -> None:
-    """Sums of one sign grow by the number of terms, not by its root, and do not saturate."""
-    rng, width = np.random.default_rng(0), 512
-    x, matrix = rng.uniform(size=(4, width)), rng.uniform(size=(width, width))
-    given = as_scaled(jax.tree.map(jnp.float32, (x, matrix)), dtype=jnp.float16)
-    programs = lambda x, w: (x @ w @ w @ w @ w @ w @ w, x @ jnp.linalg.matrix_power(w, 6))  # noqa: E731
-    results = jax.jit(scalify(programs))(*given)
-    step, (found, weights) = jax.jit(scalify(jnp.matmul)), given
+def chain(x: Any, weights: Any) -> Any:
+    return lax.scan(lambda c, w: (c @ w, None), x, weights)[0]
+
+
+# Sums of one sign grow by the number of terms, not by its root, and must not saturate.
+POSITIVE = np.abs(normal(0, 4, 512)), np.abs(normal(1, 512, 512))
+MANY = 1e-3 * normal(2, 8, 24), 0.1 * normal(3, 60, 24, 24)
+CHAINS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "60 in a loop": (chain, MANY),
+    "12 in a row": (lambda x, w: functools.reduce(jnp.matmul, [x, *w[:12]]), MANY),
+    "one sign": (lambda x, w: x @ w @ w @ w @ w @ w @ w, POSITIVE),
+    "a power of one sign": (lambda x, w: x @ jnp.linalg.matrix_power(w, 6), POSITIVE),
+}
+
+
+def test_chains_of_products_neither_overflow_nor_drift() -> None:
+    check({name: (f, *narrow(args)) for name, (f, args) in CHAINS.items()}, atol=20 * HALF)
+    step, (x, w) = jax.jit(scalify(jnp.matmul)), narrow(POSITIVE)
+    exact = x.value @ np.linalg.matrix_power(np.asarray(w.value, np.float64), 6)
     for _ in range(6):
-        found = step(found, weights)
-    for y in (*results, found):
-        assert y.dtype == jnp.float16
-        values = np.asarray(y.data, np.float64) * float(y.scale)
-        np.testing.assert_allclose(values, x @ np.linalg.matrix_power(matrix, 6), rtol=4e-3)
+        x = step(x, w)
+        assert x.dtype == jnp.float16
+        assert 0.25 <= np.sqrt(np.mean(np.square(np.asarray(x.data, np.float64)))) <= 4
+    np.testing.assert_allclose(x.value / exact, 1, rtol=4 * HALF)
 
 
 def down(primitive: str, terms: int) -> float:

@@ -391,6 +391,7 @@ def test_a_number_is_what_a_cast_makes_of_it() -> None:
 
 ISLANDS: dict[str, tuple[Program, Program]] = {
     "var": (lambda x: x.var(-1), lambda x: x.var(-1)),
+    # As Flax computes the variance of its LayerNorm.
     "mean of squares": (lambda x: (x * x).mean(-1) - x.mean(-1) ** 2, lambda x: x.var(-1)),
     "logarithm of softmax": (
         lambda x: jax.nn.log_softmax(x)[:, :1] - jax.nn.log_softmax(x)[:, 1:2],
