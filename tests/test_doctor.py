@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,6 @@ from unitscale.doctor import EXTRAS, SHAPES, Finding, fp8_matmul, report
 from unitscale.quant import Fp8Report, check_fp8
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = jax.local_devices()[:1]
-    monkeypatch.setattr(jax, "local_devices", lambda: first)
 
 
 def has(monkeypatch: pytest.MonkeyPatch, requires: list[str], **versions: str) -> None:
@@ -52,49 +45,40 @@ def test_a_machine_in_order() -> None:
         assert words in ran.stdout
 
 
-@pytest.mark.usefixtures("one_device")
+def _raise() -> None:
+    raise RuntimeError("no such kernel")
+
+
 @pytest.mark.parametrize(
     ("matmul", "says"),
     [
         (lambda x, w: x @ w * 1.01, "wrong: relative error"),
         (lambda x, w: x @ w * jnp.nan, "wrong: relative error nan"),
         (lambda x, w: jax.pure_callback(_raise, Spec((128, 128), x.dtype)), "failed: "),
+        (None, "not an FP8 kernel"),
     ],
-    ids=["wrong", "nan", "raises"],
+    ids=["wrong", "nan", "raises", "a GPU without its kernels"],
 )
-def test_a_wrong_matmul(
-    matmul: Callable[..., Any], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "fp8_matmul", matmul)
+def test_a_wrong_matmul(matmul: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = jax.local_devices()[:1]
+    empty = Fp8Report(matmuls=(), amax_reductions=0, casts=0, transposes=0)
+    monkeypatch.setattr(jax, "local_devices", lambda: first)
+    if matmul is None:
+        monkeypatch.setattr(doctor, "_has_kernels", lambda device: True)
+        monkeypatch.setattr(doctor, "check_fp8", lambda program: empty)
+    else:
+        monkeypatch.setattr(doctor, "fp8_matmul", matmul)
     _, finding = doctor._devices()
     assert finding.failed
     assert finding.todo
     assert says in finding.text
 
 
-def _raise() -> None:
-    raise RuntimeError("no such kernel")
-
-
-@pytest.mark.usefixtures("one_device")
-def test_a_gpu_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = Fp8Report(matmuls=(), amax_reductions=0, casts=0, transposes=0)
-    monkeypatch.setattr(doctor, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(doctor, "check_fp8", lambda program: empty)
-    _, finding = doctor._devices()
-    assert finding.failed
-    assert "correct, but not an FP8 kernel" in finding.text
-    assert "jax[cuda13]" in finding.todo
-
-
 def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> None:
-        raise RuntimeError("Unable to initialize backend 'cuda'\nmore")
-
-    monkeypatch.setattr(jax, "local_devices", none)
+    monkeypatch.setattr(jax, "local_devices", _raise)
     (finding,) = doctor._devices()
     assert finding.failed
-    assert finding.text == "JAX finds no device: Unable to initialize backend 'cuda'"
+    assert "no such kernel" in finding.text
     assert "JAX_PLATFORMS" in finding.todo
 
 
@@ -120,9 +104,6 @@ def test_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'pip install -e ".[hf]"' in hf.todo
     has(monkeypatch, [])
     assert {f.text for f in doctor._extras()} == {f"{extra}: unknown" for extra in EXTRAS}
-
-
-def test_every_extra_is_one_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert set(EXTRAS) <= project["optional-dependencies"].keys()
 
@@ -135,11 +116,8 @@ def test_a_report_ends_with_what_to_do(
         Finding("a", "bad", True, "repair it"),
         Finding("b", "so", todo="repair it"),
     ]
-    text = report(findings)
-    assert text.splitlines()[2:] == [
-        *("a", "  fine", "  FAILED: bad", "", "b", "  so", ""),
-        *("what to do", "  repair it", "", "1 of the checks failed."),
-    ]
+    last = report(findings).splitlines()[-4:]
+    assert last == ["what to do", "  repair it", "", "1 of the checks failed."]
     monkeypatch.setattr(doctor, "_devices", lambda: findings[1:2])
     assert doctor.main() == 1
     assert "1 of the checks failed." in capsys.readouterr().out

@@ -137,34 +137,12 @@ def module(make: Callable[[nnx.Rngs], Any]) -> Callable[[], Model]:
     return model
 
 
-def beside_experts(activation: Callable[..., Any]) -> Callable[[], Model]:
-    """An activation next to a mixture of experts, whose matmuls loop over the router's groups."""
-
-    def model() -> Model:
-        graphdef, params, rest = nnx.split(
-            nn.MoE(4, 6, experts=3, rngs=nnx.Rngs(3)), nnx.Param, ...
-        )
-
-        def loss(p, x):
-            h = ops.dense(x, p["c"])
-            experts = nnx.merge(graphdef, p["experts"], rest, copy=True)
-            return loss_of(experts(h)) + loss_of(activation(h))
-
-        return loss, {"c": WEIGHTS["c"], "experts": params}
-
-    return model
-
-
 def stack(policy: str, **options: Any) -> Callable[[], Model]:
     return module(lambda rngs: nn.TransformerStack(1, 4, 2, 6, policy=policy, rngs=rngs, **options))
 
 
 def dense(constraint):
     return lambda p, h: ops.dense(h, p["d"], constraint=constraint)
-
-
-def broadcast(constraint):
-    return lambda p, h: ops.add(h, jnp.mean(h.data, 0, keepdims=True), constraint=constraint)
 
 
 VALID: dict[str, Callable[[], Model]] = {
@@ -174,7 +152,7 @@ VALID: dict[str, Callable[[], Model]] = {
     "layer_norm": functional(beside(lambda p, h: ops.layer_norm(h, p["gain"], p["gain"] + 1))),
     "residual": functional(chain(residual())),
     "matmul": functional(matmul("to_left_grad_scale")),
-    "broadcast": functional(beside(broadcast("to_output_scale"))),
+    "broadcast": functional(beside(lambda p, h: ops.add(h, jnp.mean(h.data, 0, keepdims=True)))),
     "attention": functional(attention("to_output_scale")),
     "scan": functional(scanned(ops.gelu)),
     "recurrent": functional(recurrent(ops.gelu)),
@@ -194,10 +172,6 @@ BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
         functional(beside(lambda p, h: ops.readout(h, p["d"]))),
     ),
     "activation": ({"gelu"}, functional(beside(lambda p, h: ops.gelu(h, constraint=None)))),
-    "activation beside experts": (
-        {"gelu"},
-        beside_experts(lambda h: ops.gelu(h, constraint=None)),
-    ),
     "matmul": ({"matmul"}, functional(matmul(None))),
     "attention": ({"dot_product_attention"}, functional(attention(None))),
     "residual without split": (

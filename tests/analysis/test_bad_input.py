@@ -49,17 +49,9 @@ def test_side_effects_are_refused_and_do_not_happen(name, capfd) -> None:
     assert not calls
 
 
-NO_GRADIENT = {
-    "trace_scales": "expected a function with floating values",
-    "cut_edges": "expected a floating input",
-    "check_gradients": "expected (floating parameters|a loss that returns one floating scalar)",
-    "fit_factors": "expected a (floating argument|function that returns one floating array)",
-}
-
-
 @every_analysis
 def test_integers(name) -> None:
-    analysis, message = ANALYSES[name], rf"analysis\.{name}: {NO_GRADIENT[name]}"
+    analysis, message = ANALYSES[name], rf"analysis\.{name}: expected"
     with pytest.raises(ValueError, match=message):
         analysis(lambda ids: jnp.sum(ids + 1), IDS)
     if name == "trace_scales":
@@ -69,35 +61,36 @@ def test_integers(name) -> None:
             analysis(lambda x: jnp.argmax(x), X)
 
 
-def test_losses_that_cannot_be_judged() -> None:
-    with pytest.raises(ValueError, match=r"12 elements of batch\[0\] that are not"):
-        check_gradients(lambda p, x: jnp.sum(p * x), X, X * np.nan)
-    with pytest.raises(ValueError, match="expected a finite loss; got nan"):
-        check_gradients(lambda p: jnp.sum(jnp.log(-p)), X)
-    with pytest.raises(ValueError, match="returns one floating scalar"):
-        check_gradients(lambda p: 2 * p, X)
-    with pytest.raises(ValueError, match=r"fit_factors: its result is not finite"):
-        fit_factors(jnp.log, [X])
-    with pytest.raises(ValueError, match="floating-point format; got float7"):
-        trace_scales(jnp.sin, formats=["float7"])
-    with pytest.raises(ValueError, match="sample must be at least 1"):
-        trace_scales(jnp.sin, sample=0)
+# Calls, and the argument or the result that their messages name.
+WRONG = {
+    r"batch\[0\]": lambda: check_gradients(lambda p, x: jnp.sum(p * x), X, X * np.nan),
+    "finite loss": lambda: check_gradients(lambda p: jnp.sum(jnp.log(-p)), X),
+    "scalar": lambda: check_gradients(lambda p: 2 * p, X),
+    "parameters": lambda: check_gradients(lambda p, x: jnp.sum(x), {}, X),
+    "of params": lambda: check_gradients(jnp.sum, X * np.inf),
+    "fit_factors: its result": lambda: fit_factors(jnp.log, [X]),
+    "float7": lambda: trace_scales(jnp.sin, formats=["float7"]),
+    "sample": lambda: trace_scales(jnp.sin, sample=0),
+}
+
+
+@pytest.mark.parametrize("match", WRONG)
+def test_refusals(match) -> None:
+    with pytest.raises(ValueError, match=match):
+        WRONG[match]()
 
 
 def test_arguments_that_are_not_finite() -> None:
-    value = np.inf
     x = X.copy()
-    x[1, 2] = value
+    x[1, 2] = np.inf
     trace = trace_scales(lambda x: 2 * x)(x)
     assert not np.isfinite([[r.rms, r.amax] for r in trace]).any()
-    assert [r.formats["float16"].saturated for r in trace] == [(1 / 12) * np.isinf(value)] * 2
+    assert [r.formats["float16"].saturated for r in trace] == [1 / 12] * 2
     assert trace.plot().axes
     assert trace.table().row_count == 2
     # Graphs and simulations have only the shapes of arguments.
     assert cut_edges(jnp.sin, x).inputs[0].cut
     assert fit_factors(jnp.sin, [x]).factors == fit_factors(jnp.sin, [X]).factors
-    with pytest.raises(ValueError, match="got 1 elements of params that are not"):
-        check_gradients(lambda x: jnp.sum(x), x)
 
 
 @every_analysis
@@ -118,5 +111,3 @@ def test_the_users_own_errors_are_shown_as_they_are() -> None:
         cut_edges(lambda x: x @ jnp.ones((7, 7)), X)
     with pytest.raises(TypeError, match="not a valid JAX type"):
         cut_edges(lambda x: "text", X)
-    with pytest.raises(ValueError, match="expected floating parameters; got 0 leaves"):
-        check_gradients(lambda params, x: jnp.sum(x), {}, X)

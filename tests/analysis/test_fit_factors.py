@@ -13,18 +13,9 @@ def zeros(*shape):
     return np.zeros(shape, np.float32)
 
 
-IDS = np.random.default_rng(0).integers(0, 32, 2048)
-LABELS = np.random.default_rng(1).integers(0, 1024, 16)
-KEY = jax.random.key(7)
-
-
 def conv(x, k):
     layout = ("NWC", "WIO", "NWC")
     return jax.lax.conv_general_dilated(x, k, (1,), "VALID", dimension_numbers=layout)
-
-
-def dropout(x):
-    return jnp.where(jax.random.bernoulli(KEY, 0.75, x.shape), x / 0.75, 0.0)
 
 
 def attention(q, k, v):
@@ -33,17 +24,10 @@ def attention(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
 
 
-def cross_entropy(logits, labels):
-    # The rule is that of the first step, where logits are near zero.
-    z = logits * 1e-3
-    losses = jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
-    return jnp.sum(losses) * 1e3
-
-
 LINEAR = [zeros(96, 64), zeros(64, 48)]
 PAIR = [zeros(128, 128), zeros(128, 128)]
-dense, readout = rules.dense(64, 48, 96, constraint=None), rules.readout(64, 48, 96)
-norm, weighted = rules.norm(512, 128 * 512), rules.weighted_add((3.0, -1.0))
+dense, norm = rules.dense(64, 48, 96, constraint=None), rules.norm(512, 128 * 512)
+convolution = rules.conv((2, 8, 16), 8, 399, constraint=None)
 
 
 def of(rule):
@@ -54,17 +38,11 @@ def of(rule):
 CLOSED = {
     "matmul": (jnp.matmul, LINEAR, of(rules.matmul(96, 64, 48, constraint=None))),
     "dense": (lambda x, w: x @ w, LINEAR, (dense.fwd, dense.bwd[:2])),
-    # Its logits are not unit, but in^-1/2: only the gradients are those of the rule.
-    "readout": (lambda x, w: x @ w, LINEAR, (readout.fwd * 8, readout.bwd[:2])),
     "conv": (
         conv,
         [zeros(8, 400, 8), zeros(2, 8, 16)],
-        (
-            rules.conv((2, 8, 16), 8, 399, constraint=None).fwd,
-            rules.conv((2, 8, 16), 8, 399, constraint=None).bwd[:2],
-        ),
+        (convolution.fwd, convolution.bwd[:2]),
     ),
-    "embed": (lambda t: t[IDS], [zeros(32, 64)], of(rules.embed(32, 2048))),
     # A bias from N(0, 1) doubles the variance of the sum.
     "norm": (
         lambda x, bias: ops.layer_norm(x).data + bias,
@@ -72,10 +50,7 @@ CLOSED = {
         (norm.fwd * rules.add(constraint=None).fwd, (norm.bwd[0], norm.bwd[2])),
     ),
     "softmax": (jax.nn.softmax, [zeros(256, 128)], of(rules.softmax(128, constraint=None))),
-    "dropout": (dropout, [zeros(65536)], of(rules.dropout(0.25))),
     "add": (jnp.add, PAIR, of(rules.add(constraint=None))),
-    # The gradients hold the weights, which the factors of the rule stand beside.
-    "weighted_add": (lambda x, y: 3 * x - y, PAIR, (weighted.fwd, (1 / 3, 1.0))),
     "glu": (
         lambda x, g: x * jax.nn.silu(g),
         [zeros(256, 256), zeros(256, 256)],
@@ -86,19 +61,12 @@ CLOSED = {
         [zeros(4, 32, 2, 256)] * 3,
         of(rules.dot_product_attention(256, 32, is_causal=False, mult=16.0, constraint=None)),
     ),
-    "cross_entropy": (
-        cross_entropy,
-        [zeros(16, 1024), LABELS],
-        of(rules.softmax_cross_entropy(1024)),
-    ),
     "mse": (lambda p, t: jnp.sum((p - t) ** 2), PAIR, of(rules.mse_loss())),
-    **{
-        name: (f, [zeros(256, 256)], of(rules.elementwise(f, constraint=None)))
-        for name, f in {
-            "gelu": jax.nn.gelu,
-            "tanh": jnp.tanh,
-        }.items()
-    },
+    "gelu": (
+        jax.nn.gelu,
+        [zeros(256, 256)],
+        of(rules.elementwise(jax.nn.gelu, constraint=None)),
+    ),
 }
 
 

@@ -70,19 +70,18 @@ def test_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "block", "message"),
     [
-        (("e8m0", 1.0), "expected a format with a sign; got float8_e8m0fnu"),
-        (("e4m3fn", 0.0), "scales must be positive and finite; got 0.0"),
-        (("e4m3fn", [1.0, np.inf]), "scales must be positive and finite"),
-        (("int8", 1.0), "expected a floating-point format"),
+        (("e8m0", 1.0), None, "e8m0"),
+        (("int8", 1.0), None, "format"),
+        (("e4m3fn", 0.0), None, "scales"),
+        (("e4m3fn", [1.0, np.inf]), None, "scales"),
+        (("e4m3fn", 1.0), 0, "block"),
     ],
 )
-def test_bad_input(args, message) -> None:
+def test_bad_input(args, block, message) -> None:
     with pytest.raises(ValueError, match=message):
-        snr(*args)
-    with pytest.raises(ValueError, match="block must be a positive number of values; got 0"):
-        snr("e4m3fn", 1.0, block=0)
+        snr(*args, block=block)
 
 
 def test_plot_has_a_line_for_each_format() -> None:

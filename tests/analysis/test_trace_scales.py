@@ -53,9 +53,8 @@ def test_statistics_at_every_scale() -> None:
             np.testing.assert_array_equal([record.rms, copy.amax], scale)
         assert (record.name, copy.name) == ("[0]", "result")
         assert (record.shape, record.dtype, record.executions) == ((8, 4), "float32", 1)
-    for dtype in ("float16", "bfloat16"):
-        x = jnp.asarray(RNG.normal(size=64) * 2.0 ** RNG.integers(-30, 15, size=64), dtype)
-        check(tracer(x)[0], x.astype(jnp.float32))
+    x = jnp.asarray(RNG.normal(size=64) * 2.0 ** RNG.integers(-30, 15, size=64), "bfloat16")
+    check(tracer(x)[0], x.astype(jnp.float32))
 
 
 @jax.checkpoint
@@ -141,14 +140,21 @@ def test_loops_count_every_iteration() -> None:
     assert (record.executions, record.rms, record.amax) == (0, 0.0, 0.0)
 
 
-def test_only_the_branch_that_was_taken_was_executed() -> None:
-    def fn(x):
-        return jax.lax.cond(x[0, 0] > 100, jnp.sin, jnp.cos, x)
+def on_cpu(x):
+    return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
 
-    trace = trace_scales(fn)(X)
+
+def test_only_the_branch_that_was_taken_was_executed() -> None:
+    trace = trace_scales(lambda x: jax.lax.cond(x[0, 0] > 100, jnp.sin, jnp.cos, x))(X)
     assert [r.executions for r in named(trace, "sin")] == [0]
     (cos,) = named(trace, "cos")
     check(cos, np.cos(X))
+    once = np.sin(X)
+    loop = lambda x: jax.lax.scan(lambda c, _: (on_cpu(c), None), x, length=2)[0]  # noqa: E731
+    for fn, values in ((on_cpu, once), (loop, np.stack([once, np.sin(once)]))):
+        trace = trace_scales(fn)(X)
+        assert [r.primitive for r in trace] == ["input", "sin"]
+        check(trace[1], values)
 
 
 def test_the_name_of_a_value_that_is_gone_is_no_other_value_s() -> None:
@@ -161,30 +167,11 @@ def test_the_name_of_a_value_that_is_gone_is_no_other_value_s() -> None:
 
 def test_what_devices_do_together_is_executed_whole() -> None:
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def fn(x):
-        total = jax.shard_map(
-            lambda part: jax.lax.psum(part, "d"), mesh=mesh, in_specs=P("d"), out_specs=P()
-        )(x)
-        return jnp.tanh(total)
-
-    trace = trace_scales(fn)(X)
-    (record,) = named(trace, "tanh")
+    total = jax.shard_map(
+        lambda part: jax.lax.psum(part, "d"), mesh=mesh, in_specs=P("d"), out_specs=P()
+    )
+    (record,) = named(trace_scales(lambda x: jnp.tanh(total(x)))(X), "tanh")
     check(record, np.tanh(X[:4] + X[4:]))
-
-
-def on_cpu(x):
-    return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
-
-
-def test_of_what_depends_on_the_platform_only_its_own_is_executed() -> None:
-    trace = trace_scales(on_cpu)(X)
-    assert [r.primitive for r in trace] == ["input", "sin"]
-    assert trace[1].name == "result"
-    check(trace[1], np.sin(X))
-    trace = trace_scales(lambda x: jax.lax.scan(lambda c, _: (on_cpu(c), None), x, length=2)[0])(X)
-    assert [r.primitive for r in trace] == ["input", "sin"]
-    check(trace[1], np.stack([np.sin(X), np.sin(np.sin(X))]))
 
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P(("a", "b"))])
@@ -208,23 +195,14 @@ def test_values_that_explicit_axes_shard(spec: P) -> None:
     check(sine, np.stack([once, np.sin(once)]), rtol=rtol)
 
 
-@pytest.fixture(scope="module")
-def trace():
-    return trace_scales(lambda x: {"y": 3 * jnp.sin(x)})(jnp.ones(4))
-
-
-def test_table(trace) -> None:
+def test_table() -> None:
+    trace = trace_scales(lambda x: {"y": 3 * jnp.sin(x)})(jnp.ones(4))
     console = Console(width=200, file=io.StringIO())
     console.print(trace.table())
-    text = console.file.getvalue()
-    assert "ScaleTrace(3 values)" in text
-    assert "zero/subn./sat." in text
-    row = next(line for line in text.splitlines() if "result['y']" in line)
-    assert "forward" in row
-    assert "float32[4]" in row
-    assert "2.52" in row
-    assert "mul" in row
-    assert len([line for line in text.splitlines() if "float32[4]" in line]) == 3
+    rows = [line for line in console.file.getvalue().splitlines() if "float32[4]" in line]
+    assert len(rows) == 3
+    for part in ("result['y']", "forward", "2.52", "mul"):
+        assert part in rows[-1]
 
 
 def record(i: int, rms: float, backward: bool = False) -> ScaleRecord:
@@ -241,8 +219,7 @@ def test_plot_shows_each_value_and_the_ranges_of_formats() -> None:
     assert drawn["forward RMS"] == ([0], [0.125])
     assert drawn["backward RMS"] == ([1], [8.0])
     assert drawn["backward amax"] == ([1], [32.0])
-    assert drawn["all zero or not finite"][0] == [2, 3, 4]
-    assert axes.get_yscale() == "log"
+    assert [2, 3, 4] in [x for x, _ in drawn.values()]  # zero or not finite
     assert [t.get_text() for t in axes.get_xticklabels()] == [f"value {i}" for i in range(5)]
     wide = ScaleTrace(tuple(record(i, 2.0 ** (30 * (-1) ** i)) for i in range(61)), None).plot()
     assert "value 1" not in [t.get_text() for t in wide.axes[0].get_xticklabels()]
@@ -250,7 +227,6 @@ def test_plot_shows_each_value_and_the_ranges_of_formats() -> None:
     to_data = wide.axes[0].transData.inverted()
     low, high = shades["float16"].get_extents().transformed(to_data).intervaly
     assert (low, high) == (pytest.approx(2.0**-14), pytest.approx(65504))
-    assert "float8_e4m3fn" in shades
     assert ScaleTrace((), None).plot().axes
 
 
@@ -259,7 +235,6 @@ def test_a_missing_dependency_says_how_to_get_it(monkeypatch) -> None:
     assert (len(trace), trace[0], trace[1:]) == (2, trace.records[0], trace.records[1:])
     for name in ("matplotlib.figure", "matplotlib", "rich.table", "rich"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"plot: needs matplotlib.*unitscale\[recipes\]"):
-        trace.plot()
-    with pytest.raises(ImportError, match=r"table: needs rich.*unitscale\[recipes\]"):
-        trace.table()
+    for call, name in ((trace.plot, "matplotlib"), (trace.table, "rich")):
+        with pytest.raises(ImportError, match=rf"{name}.*unitscale\[recipes\]"):
+            call()

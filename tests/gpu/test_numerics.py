@@ -11,10 +11,9 @@ import pytest
 from flax import nnx
 
 from tests.nn.table import Decoder
-from tests.optimizers import scaled
+from tests.optim.test_scaled import check_formats
 from tests.quant.products import state_of, three_products
 from unitscale import nn, ops, quant
-from unitscale.core import to_array
 
 pytestmark = pytest.mark.gpu
 OPTIMIZED = True
@@ -88,31 +87,7 @@ def test_attention(dtype: str, is_causal: bool, taken: ops.Implementation) -> No
 
 
 def test_optimizer_step() -> None:
-    """With AdamW in 5 bytes per parameter, each step has one rounding error of stored values."""
-    random, steps = np.random.default_rng(0), 4
-    params = random.uniform(0.5, 2, (256, 512)).astype(np.float32)
-    grads = random.uniform(0.5, 2, (steps, 256, 512)).astype(np.float32)
-    inner = optax.adamw(0.01)
-    tx = scaled(inner, moments=("float8_e4m3fn", "float16"))
-
-    def narrow(params, grads):
-        params = tx.scale_params(params)
-        start = params, tx.init(params)
-        return to_array(jax.lax.scan(lambda c, g: (tx.step(*c, g), None), start, grads)[0][0])
-
-    def wide(params, grads):
-        def step(carry, g):
-            updates, state = inner.update(g, carry[1], carry[0])
-            return (optax.apply_updates(carry[0], updates), state), jnp.abs(updates)
-
-        (params, _), moved = jax.lax.scan(step, (params, inner.init(params)), grads)
-        return params, jnp.sum(moved, axis=0)
-
-    wanted, moved = jax.jit(wide)(params, grads)
-    error = np.abs(np.asarray(jax.jit(narrow)(params, grads), np.float64) - wanted)
-    # Half a step of a float16 weight of at most 2, and of the moments relative to the update.
-    bound = steps * (2.0**-11 * 2.5 + (2.0**-4 + 2.0**-11) * 1.1 * np.asarray(moved))
-    assert (error <= bound).all()
+    check_formats("adam")
 
 
 @pytest.mark.parametrize("policy", ["fp8", "fp8_delayed"])

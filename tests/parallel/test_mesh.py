@@ -20,39 +20,27 @@ def test_mesh_over_all_devices() -> None:
     mesh = make_mesh({"data": count // 2, "tensor": 2})
     assert dict(mesh.shape) == {"data": count // 2, "tensor": 2}
     assert {d.id for d in mesh.devices.flat} == {d.id for d in jax.devices()}
+    for axes in ({}, {"data": 0}, {"data": -1}, {"data": 2.0}, {"data": 4, "fsdp": 3}):
+        with pytest.raises(ValueError, match=r"ax[ei]s"):
+            make_mesh(axes, devices=jax.devices()[:8])
 
 
-@pytest.mark.parametrize(
-    "axes", [{}, {"data": 0}, {"data": -1}, {"data": 2.0}, {"data": 4, "fsdp": 3}]
-)
-def test_wrong_axes(axes: dict) -> None:
-    with pytest.raises(ValueError, match=r"ax[ei]s"):
-        make_mesh(axes, devices=jax.devices()[:8])
-
-
-@pytest.mark.parametrize(
-    ("axes", "names"),
-    [
+def test_batches() -> None:
+    batch = {"x": np.arange(24.0).reshape(8, 3), "y": np.arange(8)}
+    for axes, names in (
         ({"data": 2, "fsdp": 2, "tensor": 2}, ("fsdp", "data")),
         ({"fsdp": 4}, ("fsdp",)),
         ({"tensor": 2}, ()),
-    ],
-)
-def test_batches(axes: dict[str, int], names: tuple[str, ...]) -> None:
-    mesh = mesh_of(**axes)
-    assert batch_axes(mesh) == names
-    batch = {"x": np.arange(24.0).reshape(8, 3), "y": np.arange(8)}
-    placed = shard_batch(batch, mesh)
-    ways = math.prod(axes[n] for n in names)
-    for name, x in placed.items():
-        np.testing.assert_array_equal(x, batch[name])
-        assert {s.data.shape[0] for s in x.addressable_shards} == {8 // ways}
-
-
-@pytest.mark.parametrize("shape", [(6, 2), ()])
-def test_batches_that_cannot_be_divided(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="must be divisible by the 4 devices of fsdp and data"):
-        shard_batch(np.zeros(shape), mesh_of(data=2, fsdp=2))
+    ):
+        mesh = mesh_of(**axes)
+        assert batch_axes(mesh) == names
+        ways = math.prod(axes[n] for n in names)
+        for name, x in shard_batch(batch, mesh).items():
+            np.testing.assert_array_equal(x, batch[name])
+            assert {s.data.shape[0] for s in x.addressable_shards} == {8 // ways}
+    for shape in ((6, 2), ()):
+        with pytest.raises(ValueError, match="divisible by the 4 devices of fsdp and data"):
+            shard_batch(np.zeros(shape), mesh_of(data=2, fsdp=2))
 
 
 SHAPES = [
@@ -94,10 +82,8 @@ def test_the_second_matrix_of_a_block_is_cut_along_its_inputs() -> None:
         "mu.0.attention.out.kernel.scale": P(),
     }
     named = param_shardings(block, mesh, rows={"up"})
-    assert [named[name].spec for name in ("up", "down")] == [
-        P("tensor", "fsdp"),
-        P("fsdp", "tensor"),
-    ]
+    assert named["up"].spec == P("tensor", "fsdp")
+    assert named["down"].spec == P("fsdp", "tensor")
 
 
 def test_experts_are_divided_among_devices() -> None:

@@ -92,19 +92,19 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not initialize(process=0)
 
 
-WRONG = [
-    (("localhost:1", 2, None), "process must be given"),
-    ((None, 2, 0), "coordinator must be given"),
-    (("localhost:1", 2, 2), "process must be"),
-    (("localhost:1", 0, 0), "process must be"),
-    (("localhost", 2, 0), "coordinator must be"),
-    (("localhost:1", "two", 0), "processes must be"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda x: str(x)[:24])
-def test_refusals(arguments: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("localhost:1", 2, None), "process must"),
+        (("localhost:1", 2, 2), "process must"),
+        (("localhost:1", 0, 0), "process must"),
+        ((None, 2, 0), "coordinator must"),
+        (("localhost", 2, 0), "coordinator must"),
+        (("localhost:1", "two", 0), "processes must"),
+    ],
+)
+def test_refusals(arguments: tuple, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
         initialize(*arguments)
 
 
@@ -118,10 +118,10 @@ def test_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", ask)
-    with pytest.raises(ValueError, match=r"initialize: detect expected a scheduler .*; got none"):
+    with pytest.raises(ValueError, match="detect"):
         initialize(detect=True)
     assert not initialize(processes=2, detect=True, timeout=7, heartbeat=8)  # of this process, one
     settings = {"initialization_timeout": 7, "heartbeat_timeout_seconds": 8}
     assert asked[1] == ((None, 2, None), settings)
-    with pytest.raises(ValueError, match=r"must be from 0 to processes - 1; got process -1"):
+    with pytest.raises(ValueError, match="got process -1"):
         initialize(process=-1, detect=True)

@@ -13,10 +13,11 @@ import pytest
 from jax import lax
 from jax.interpreters import mlir
 
-from tests.batching import compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.core import cudnn_of
 from unitscale.transforms import cast_data, get_data_scale, scalify
+
+from .agreement import HALF, check, close, narrow, normal
 
 
 def test_plain_numbers_carry_their_own_magnitude() -> None:
@@ -63,11 +64,8 @@ def test_a_convolution_of_two_8_bit_formats_meets_in_the_type_of_the_data() -> N
         y = jax.lax.conv(x, kernel, (1, 1), "SAME")
         return cast_data(y, jnp.float8_e5m2, on="backward").sum()
 
-    kernel, x = jnp.ones((2, 1, 3, 3)), jnp.arange(64.0).reshape(1, 1, 8, 8) / 64
-    half = as_scaled((kernel, x), dtype=jnp.float16)
-    run = jax.jit(lambda half, *plain: (scalify(jax.grad(loss))(*half), jax.grad(loss)(*plain)))
-    found, expected = run(half, kernel, x)
-    np.testing.assert_allclose(to_array(found), expected, rtol=2**-4)  # E4M3 keeps 3 more bits
+    args = jnp.ones((2, 1, 3, 3)), jnp.arange(64.0).reshape(1, 1, 8, 8) / 64
+    check({"convolution": (jax.grad(loss), *narrow(args))}, rtol=2**-4)  # E4M3 keeps 3 more bits
 
 
 def test_on_other_platforms_float16_products_leave_the_matrix_unit_rounded(
@@ -106,17 +104,10 @@ PRODUCTS: dict[str, Callable[..., Any]] = {
 
 
 def test_a_plain_operand_may_have_any_size() -> None:
-    rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((4, 6), (6, 6)))
-    w, table = as_scaled(w, dtype=jnp.float16), {}
-    for name, size in itertools.product(PRODUCTS, (1e-9, 1e11)):
-        f = functools.partial(PRODUCTS[name], size=size)
-        both = lambda x, w, f=f: (f(x, w.value), to_array(scalify(f)(x, w)))  # noqa: E731
-        table[name, size] = both, size * x, w
-    for name, (expected, found) in jax.device_get(compute(table)).items():
-        atol = 2 * float(jnp.finfo(jnp.float16).eps) * np.max(np.abs(expected))
-        with entry(name):
-            np.testing.assert_allclose(np.float32(found), expected, rtol=0, atol=atol)
+    x, w = jnp.float32(normal(0, 4, 6)), narrow(normal(1, 6, 6))
+    sizes = itertools.product(PRODUCTS, (1e-9, 1e11))
+    table = {(n, m): (functools.partial(PRODUCTS[n], size=m), m * x, w) for n, m in sizes}
+    check(table, atol=2 * HALF)
 
 
 # what JAX traces as a call of its own, of a product or a ratio with a number
@@ -128,37 +119,45 @@ CALLS: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float32", "float64"))]
-)
+OPERATORS = lax.mul, lambda x, n: n * x, lax.div, lambda x, n: x - n * x
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float64", marks=pytest.mark.slow)])
 def test_a_number_that_enters_a_call(dtype: str) -> None:
-    operators = (lax.mul, lambda x, n: n * x, lax.div, lambda x, n: x - n * x)
-
-    def function(x: jax.Array) -> list[jax.Array]:
-        cases = itertools.product(CALLS, operators, (-0.0, jnp.inf, 3.3))
-        return [call(f)(x, number) for call, f, number in cases]
-
+    cases = list(itertools.product(CALLS, OPERATORS, (-0.0, jnp.inf, 3.3)))
     with jax.enable_x64(dtype == "float64"):
         x = as_scaled(jnp.asarray([1.0, -2.0, 3.0], dtype))
-        both = jax.jit(lambda x: (function(to_array(x)), to_array(scalify(function)(x))))
-        for expected, found in zip(*both(x), strict=True):
-            np.testing.assert_allclose(found, expected, rtol=4 * float(jnp.finfo(dtype).eps))
+        table = {
+            i: (lambda x, case=case: case[0](case[1])(x, case[2]), x)
+            for i, case in enumerate(cases)
+        }
+        check(table, rtol=4 * float(jnp.finfo(dtype).eps))
 
 
-def test_products_of_one_sign_grow_by_the_number_of_terms() -> None:
-    """Sums of one sign grow by the number of terms, not by its root, and do not saturate."""
-    rng, width = np.random.default_rng(0), 512
-    x, matrix = rng.uniform(size=(4, width)), rng.uniform(size=(width, width))
-    given = as_scaled(jax.tree.map(jnp.float32, (x, matrix)), dtype=jnp.float16)
-    programs = lambda x, w: (x @ w @ w @ w @ w @ w @ w, x @ jnp.linalg.matrix_power(w, 6))  # noqa: E731
-    results = jax.jit(scalify(programs))(*given)
-    step, (found, weights) = jax.jit(scalify(jnp.matmul)), given
+def chain(x: Any, weights: Any) -> Any:
+    return lax.scan(lambda c, w: (c @ w, None), x, weights)[0]
+
+
+# Sums of one sign grow by the number of terms, not by its root, and must not saturate.
+POSITIVE = np.abs(normal(0, 4, 512)), np.abs(normal(1, 512, 512))
+MANY = 1e-3 * normal(2, 8, 24), 0.1 * normal(3, 60, 24, 24)
+CHAINS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "60 in a loop": (chain, MANY),
+    "12 in a row": (lambda x, w: functools.reduce(jnp.matmul, [x, *w[:12]]), MANY),
+    "one sign": (lambda x, w: x @ w @ w @ w @ w @ w @ w, POSITIVE),
+    "a power of one sign": (lambda x, w: x @ jnp.linalg.matrix_power(w, 6), POSITIVE),
+}
+
+
+def test_chains_of_products_neither_overflow_nor_drift() -> None:
+    check({name: (f, *narrow(args)) for name, (f, args) in CHAINS.items()}, atol=20 * HALF)
+    step, (x, w) = jax.jit(scalify(jnp.matmul)), narrow(POSITIVE)
+    exact = x.value @ np.linalg.matrix_power(np.asarray(w.value, np.float64), 6)
     for _ in range(6):
-        found = step(found, weights)
-    for y in (*results, found):
-        assert y.dtype == jnp.float16
-        values = np.asarray(y.data, np.float64) * float(y.scale)
-        np.testing.assert_allclose(values, x @ np.linalg.matrix_power(matrix, 6), rtol=4e-3)
+        x = step(x, w)
+        assert x.dtype == jnp.float16
+        assert 0.25 <= np.sqrt(np.mean(np.square(np.asarray(x.data, np.float64)))) <= 4
+    np.testing.assert_allclose(x.value / exact, 1, rtol=4 * HALF)
 
 
 def down(primitive: str, terms: int) -> float:
@@ -173,12 +172,9 @@ def test_growth_decides_the_scale_of_a_product(strategy: Any, scale: float) -> N
     product = scalify(lambda a: get_data_scale(a @ a.T)[1], static_scaling=strategy)
     # One term does not grow.
     assert list(jax.jit(lambda x: (product(x), product(x[:, :1])))(x)) == [scale, 1.0]
-
-
-@pytest.mark.parametrize("result", [0.0, math.inf, "big"])
-def test_a_function_must_return_a_positive_number(result: Any) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        scalify(jnp.dot, static_scaling=lambda p, n: result)(*[as_scaled(jnp.ones(4))] * 2)
+    for wrong in (0.0, math.inf, "big"):
+        with pytest.raises(ValueError, match="static_scaling"):
+            scalify(lambda a: a @ a.T, static_scaling=lambda p, n, wrong=wrong: wrong)(x)
 
 
 SHAPE = (2, 16, 3, 8)  # batch, time, heads, features
@@ -277,9 +273,7 @@ def test_values_and_gradients_of_attention(options: Any, dtype: Any) -> None:
         found = scalify(attention_program(attend, **options))(*args)
         return to_array(found, jnp.float32), expected
 
-    for a, e in zip(*map(jax.tree.leaves, both(as_scaled(args, dtype=dtype))), strict=True):
-        atol = 8 * float(jnp.finfo(dtype).eps) * np.abs(e).max()
-        np.testing.assert_allclose(a, e, rtol=0, atol=atol)
+    close(*both(as_scaled(args, dtype=dtype)), atol=8 * float(jnp.finfo(dtype).eps))
 
 
 def test_the_kernel_takes_the_data_of_the_operands() -> None:

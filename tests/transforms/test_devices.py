@@ -15,16 +15,11 @@ from tests.parallel.devices import explicit_mesh
 from unitscale import ScaledArray, as_scaled, grad, to_array
 from unitscale.transforms import scalify
 
+from .agreement import HALF, close
+
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
 MESH = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-
-
-def close(found: Any, expected: Any, steps: float, dtype: Any = jnp.float16) -> None:
-    """Check closeness in epsilons of a format at the largest element."""
-    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        atol = steps * float(jnp.finfo(dtype).eps) * np.abs(e).max()
-        np.testing.assert_allclose(np.float32(a), e, rtol=0, atol=atol)
 
 
 COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
@@ -54,7 +49,7 @@ def test_collectives_inside_shard_map() -> None:
     for name, (plain, wide, plain_half, half) in jax.device_get(compute(table)).items():
         with entry(name):
             np.testing.assert_allclose(wide, plain, rtol=1e-6, atol=1e-6)
-            close(half, np.float32(plain_half), 2)
+            close(half, np.float32(plain_half), atol=2 * HALF)
 
 
 HALVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
@@ -86,7 +81,7 @@ def test_narrow_sums_over_devices_and_their_gradients() -> None:
     table = {name: (check(function), x) for name, (function, x) in HALVES.items()}
     for name, (expected, found) in jax.device_get(compute(table)).items():
         with entry(name):
-            close(found, expected, 4)
+            close(found, expected, atol=4 * HALF)
 
 
 SPREADING: dict[str, Callable[[Any], Any]] = {
@@ -153,7 +148,7 @@ def test_inside_shard_map_operands_may_vary_differently() -> None:
     run = jax.shard_map(both, mesh=MESH, in_specs=(P(), specs), out_specs=P())
     results = jax.jit(lambda args: [run(*a) for a in args])(args)
     for (_, x), (expected, found) in zip(args, results, strict=True):
-        close(found, jax.device_get(expected), 8, x.dtype)
+        close(found, expected, atol=8 * float(jnp.finfo(x.dtype).eps))
 
 
 @jax.custom_vjp
@@ -175,4 +170,4 @@ def test_gradients_of_a_scalified_function_on_explicit_axes(function: Any) -> No
     with jax.set_mesh(mesh):
         x = ScaledArray(jax.device_put(half[1].data, P("d")), half[1].scale)
         found = jax.jit(grad(lambda w: to_array(scalify(loss)(w, x))))(half[0])
-    close(found, expected, 4)
+    close(found, expected, atol=4 * HALF)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.scipy.optimize import minimize
 
 from tests.batching import compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
@@ -43,39 +42,25 @@ def test_accumulators_that_start_at_zero_items_and_loops_without_turns() -> None
 
     tiny = as_scaled(jnp.full((8, 3), 3e-7), dtype=jnp.float16)
     items = ScaledArray(jnp.ones((2, 3)), jnp.asarray([[2.0], [16.0]]))
-    three, none = as_scaled((jnp.float32(3), jnp.zeros(0)), dtype=jnp.float16)
+    three, none = as_scaled((jnp.float32(3), jnp.zeros((0, 3))), dtype=jnp.float16)
     total, doubled, ((carry, out), empty) = compute(
         {
             0: (scalify(lambda a: lax.scan(lambda c, v: (c + v, None), jnp.zeros(3), a)[0]), tiny),
             1: (scalify(lambda a: lax.map(lambda v: v * 2, a)), items),
-            2: (scalify(run), three, none),
+            2: (scalify(lambda c, rows: run(jnp.full(3, c), rows)), three, none),
         }
     ).values()
     assert total.dtype == jnp.float16
     np.testing.assert_allclose(total.value, 8 * 3e-7, rtol=4e-3)
     np.testing.assert_array_equal(doubled.value, 2 * items.value)
     assert doubled.scale.size == 2
-    assert (carry.value, out.shape, empty.shape) == (3, (0,), (0,))
-
-
-@pytest.mark.parametrize("size", [1e6, 1e-9])
-def test_complex_numbers_cross(size: float) -> None:
-    def states(x):
-        turn = 0.9 * jnp.exp(0.3j)
-        step = lambda h, u: (turn * h + u, (h.real, jnp.abs(h)))  # noqa: E731
-        return lax.scan(step, jnp.zeros(3, jnp.complex64), x)[1]
-
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)) * size, jnp.float32)
-    half = as_scaled(x, dtype="float16")
-    both = jax.jit(lambda x, half: (states(x), to_array(scalify(states)(half), jnp.float32)))
-    for expected, found in zip(*both(x, half), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=5e-3, atol=5e-3 * size)
+    np.testing.assert_array_equal(carry.value, [3, 3, 3])
+    assert out.shape == empty.shape == (0, 3)
 
 
 # So that a loop that never ends fails a test instead of holding it.
 MOST = 300
 POSITIVE = jnp.asarray(np.random.default_rng(0).uniform(0.5, 3.0, 8), jnp.float16)
-SQUARE = jnp.asarray(np.random.default_rng(1).normal(size=(8, 8)) / 4, jnp.float16)
 
 
 def turns(stop: Callable[[Any], Any], turn: Callable[[Any], Any], start: Any) -> Any:
@@ -83,11 +68,6 @@ def turns(stop: Callable[[Any], Any], turn: Callable[[Any], Any], start: Any) ->
     return lax.while_loop(
         lambda s: ~stop(s[0]) & (s[1] < MOST), lambda s: (turn(s[0]), s[1] + 1), (start, 0)
     )
-
-
-def first_of(result: Any) -> Any:
-    """Return the first carried value, and the number of iterations."""
-    return result[0][0], result[1]
 
 
 def newton(x: Any) -> Any:
@@ -103,19 +83,6 @@ def flagged(x: Any) -> Any:
         lambda s: ((s[0] + x / s[0]) / 2, jnp.any(jnp.abs(s[0] * s[0] - x) > 1e-5), s[2] + 1),
         (jnp.ones_like(x), True, 0),
     )[::2]
-
-
-def patient(x: Any) -> Any:
-    """Stop after three iterations in a row without improvement."""
-
-    def turn(s: Any) -> Any:
-        r, best, waited = s
-        r = (r + x / r) / 2
-        error = jnp.sum(jnp.abs(r * r - x))
-        better = error < best
-        return r, jnp.minimum(error, best), jnp.where(better, 0, waited + 1)
-
-    return first_of(turns(lambda s: s[2] == 3, turn, (jnp.ones_like(x), jnp.inf, 0)))
 
 
 def nested(x: Any) -> Any:
@@ -138,53 +105,24 @@ def root(x: Any) -> Any:
     )
 
 
-def bfgs(x: Any) -> Any:
-    found = minimize(lambda v: jnp.sum((v * v - x) ** 2), jnp.ones_like(x), method="BFGS", tol=1e-4)
-    return found.x, found.nit
-
-
-def conjugate_gradients(s: Any) -> Any:
-    a = s @ s.T + jnp.eye(8)
-    return jax.scipy.sparse.linalg.cg(lambda v: a @ v, s[0], tol=1e-4)[0], jnp.zeros((), int)
-
-
-LOOPS: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "newton": (newton, POSITIVE),
-    "newton under vmap": (jax.vmap(newton), POSITIVE),
-    "a flag": (flagged, POSITIVE),
-    "patience": (patient, POSITIVE),
-    "conjugate gradients": (conjugate_gradients, SQUARE),
-    "nested": (nested, POSITIVE),
-    "gradient of a scan of roots": (
-        lambda x: (
-            jax.grad(lambda x: lax.scan(lambda c, v: (root(c + v), None), 0.1, x)[0])(x),
-            jnp.zeros(()),
-        ),
-        POSITIVE,
+LOOPS: dict[str, Callable[[Any], Any]] = {
+    "newton": newton,
+    "a flag": flagged,
+    "nested": nested,
+    "gradient of a scan of roots": lambda x: (
+        jax.grad(lambda x: lax.scan(lambda c, v: (root(c + v), None), 0.1, x)[0])(x),
+        jnp.zeros(()),
     ),
-    "forward": (lambda x: (jax.jvp(newton, (x,), (x,))[1][0], newton(x)[1]), POSITIVE),
-    "BFGS": (bfgs, POSITIVE),
+    "forward": lambda x: (jax.jvp(newton, (x,), (x,))[1][0], newton(x)[1]),
 }
 
 
-# The optimizer has loops in loops, and compiles for long.
-LONG = ("BFGS", "newton under vmap")
-
-
-@pytest.mark.parametrize(
-    ("names", "dtype"),
-    [
-        ([n for n in LOOPS if n not in LONG], jnp.float16),
-        pytest.param(LONG, jnp.float16, marks=pytest.mark.slow),
-        pytest.param([*LOOPS], jnp.bfloat16, marks=pytest.mark.slow),
-    ],
-)
-def test_loops_take_no_more_turns_than_in_float32(names: list[str], dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+def test_loops_take_no_more_turns_than_in_float32(dtype: Any) -> None:
     programs = {}
-    for name in names:
-        f, x = LOOPS[name]
-        x = x.astype(dtype)
-        scaled = ScaledArray(x / 4, jnp.float32(4))
+    x = POSITIVE.astype(dtype)
+    scaled = ScaledArray(x / 4, jnp.float32(4))
+    for name, f in LOOPS.items():
 
         def both(x: Any, scaled: Any, f: Any = f) -> Any:
             result = scalify(f)(scaled)
@@ -213,38 +151,3 @@ def test_what_a_counter_stops_stays_narrow() -> None:
     ]
     assert len(carried) == 1
     assert {a.dtype for a in carried[0] if a.shape == POSITIVE.shape} == {jnp.dtype(jnp.float16)}
-
-
-@pytest.mark.parametrize("size", [1e12, 1e-14])
-def test_results_far_from_one_keep_their_size(size: float) -> None:
-    def root(a: jax.Array) -> jax.Array:
-        return lax.while_loop(
-            lambda c: jnp.max(jnp.abs(c * c - a) / a) > 1e-3, lambda c: (c + a / c) / 2, a
-        )
-
-    x = np.float32([0.7, 1.0, 1.5, 2.0]) * np.float32(size)
-    found = jax.jit(scalify(root))(as_scaled(x, dtype="float16"))
-    np.testing.assert_allclose(to_array(found, jnp.float32), np.sqrt(x), rtol=3e-3)
-
-
-def transport(cost: Any) -> Any:
-    """Compute Sinkhorn's plan u K v, with u and v of very different magnitudes."""
-    kernel = jnp.exp(-cost)
-
-    def turn(s: Any) -> Any:
-        u = 0.25 / (kernel @ s[1])
-        return u, 0.25 / (kernel.T @ u)
-
-    def stop(s: Any) -> Any:
-        return jnp.sum(jnp.abs(s[0] * (kernel @ s[1]) - 0.25)) < 1e-4
-
-    (u, v), _ = turns(stop, turn, (jnp.ones(4), jnp.ones(4)))
-    return u[:, None] * kernel * v
-
-
-def test_a_product_of_two_results_is_not_of_their_rounded_entries() -> None:
-    far = jnp.array([0.0, 1.0, 40.0, 2.0])
-    cost = far[:, None] + jnp.abs(jnp.arange(4.0)[:, None] - jnp.arange(4.0))
-    both = jax.jit(lambda cost, half: (to_array(scalify(transport)(half)), transport(cost)))
-    found, expected = both(cost, as_scaled(cost, dtype=jnp.float16))
-    np.testing.assert_allclose(found, expected, rtol=3e-3, atol=1e-4)

@@ -1,6 +1,5 @@
 """Infinities, zeros, masks, and scales at the ends of their range."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +9,14 @@ import numpy as np
 import pytest
 from jax import lax, nn
 
-from tests.batching import compute
+from tests.batching import compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import dynamic_rescale, get_data_scale, scalify
 
+from .agreement import HALF, check, close, narrow, scaled
+
 INF, NAN = float("inf"), float("nan")
 X = jnp.asarray([[0.5, -2.0, 3.0, 1.0], [0.0, 1.5, -0.25, 7.0]], jnp.float32)
-HALF = float(np.finfo(np.float16).eps)
 
 CAREFUL: dict[str, Callable[..., Any]] = {
     "logsumexp": nn.logsumexp,
@@ -49,20 +49,6 @@ INPUTS = {
 }
 
 
-def same_pattern(actual: Any, expected: Any, tolerance: float, what: str) -> None:
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    if expected.dtype.kind != "f":
-        np.testing.assert_array_equal(actual, expected, err_msg=what)
-        return
-    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected), err_msg=what)
-    np.testing.assert_array_equal(np.isinf(actual), np.isinf(expected), err_msg=what)
-    finite = np.isfinite(expected)
-    size = np.max(np.abs(expected[finite]), initial=0.0)
-    np.testing.assert_allclose(
-        actual[finite], expected[finite], rtol=0, atol=tolerance * size + 1e-35, err_msg=what
-    )
-
-
 SCALES = (1.0, 2.0**12, 2.0**-12)
 
 
@@ -81,23 +67,20 @@ def plain_and_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_same_pattern_of_infinities_and_nans() -> None:
     args = np.stack(list(INPUTS.values())), np.asarray(SCALES, np.float32)
     results = compute({name: (plain_and_scaled(f), *args) for name, f in CAREFUL.items()})
-    for name, (plain, scaled) in jax.device_get(results).items():
+    for name, (plain, at_scales) in jax.device_get(results).items():
         for i, kind in enumerate(INPUTS):
             for j, scale in enumerate(SCALES):
-                same_pattern(scaled[i, j], plain[i], 1e-5, f"{name}, {kind}, scale {scale}")
+                with entry((name, kind, scale)):
+                    close(at_scales[i, j], plain[i], atol=1e-5)
 
 
-@pytest.mark.parametrize("exponent", [-110, 110])
-def test_scales_at_the_ends_of_their_range(exponent: int) -> None:
-    x = ScaledArray(X, jnp.float32(2.0**exponent))
-
+def test_scales_at_the_ends_of_their_range() -> None:
     def function(a: jax.Array) -> Any:
         unit = a / jnp.max(jnp.abs(a))
         return unit, jnp.sum(a), -a, jnp.sort(a), jnp.where(a > 0, a, 0), a + a * 0.5
 
-    found, expected = jax.jit(lambda x: (to_array(scalify(function)(x)), function(x.value)))(x)
-    for a, e in zip(found, expected, strict=True):
-        same_pattern(a, e, 1e-5, f"2**{exponent}")
+    ends = {log2: (function, ScaledArray(X, jnp.float32(2.0**log2))) for log2 in (-110, 110)}
+    check(ends, atol=1e-5)
 
 
 MASKS = {
@@ -120,82 +103,38 @@ def masked(mask: float, added: bool) -> Callable[..., Any]:
     return lambda x, scales: lax.map(lambda scale: scaled(x, scale), scales)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_masks_do_not_take_the_scale(dtype: Any) -> None:
+def test_masks_do_not_take_the_scale() -> None:
     scales = np.asarray([2.0**-18, 2.0**-4, 1.0, 2.0**8], np.float32)
-    args = X.astype(dtype), scales
     table = {
-        (name, added): (masked(MASKS[name], added), *args) for name in MASKS for added in (0, 1)
+        (dtype, name, added): (masked(MASKS[name], added), X.astype(dtype), scales)
+        for dtype in ("float32", "float16")
+        for name in MASKS
+        for added in (False, True)
     }
     for name, (plain, found) in jax.device_get(compute(table)).items():
         for expected, actual, scale in zip(plain, found, scales, strict=True):
             most = 4 * HALF * max(1.0, float(np.max(X * scale)))
-            tolerance = most if dtype == np.float16 else 1e-6
-            same_pattern(actual, expected, tolerance, f"{name} at {scale}")
+            with entry((*name, scale)):
+                close(actual, expected, atol=most if name[0] == "float16" else 1e-6)
 
 
-def test_constants_keep_float16_data() -> None:
-    x = as_scaled(X, dtype=jnp.float16)
-
-    def function(a: jax.Array) -> jax.Array:
-        return (a * 1e-6 + 1e-8) / 3.0 * jnp.arange(4.0) - jnp.ones(4) * 1e-7
-
-    result, expected = jax.jit(lambda x: (scalify(function)(x), function(X)))(x)
-    assert result.dtype == jnp.float16
-    same_pattern(result.value, expected, 4 * HALF, "constants")
-
-
-HALF_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{k: CAREFUL[k] for k in ("log_softmax", "softmax", "gelu", "var", "layer norm", "exp")},
-    "exp of large": lambda x: jnp.exp(4 * x),
+HALF_FUNCTIONS = {k: CAREFUL[k] for k in ("log_softmax", "softmax", "gelu", "layer norm", "exp")}
+ANY_SCALE: dict[str, Callable[..., Any]] = {
+    "var": CAREFUL["var"],
     "cube": lambda x: x**3,
-    "tanh": jnp.tanh,
     "norm": lambda x: x / jnp.sqrt(jnp.sum(x * x)),
     "product": lambda x: x @ jnp.ones((4, 300)) @ jnp.ones((300, 5)),
 }
 
 
-def test_float16_data_keeps_type_and_value() -> None:
-    def plain_and_half(function: Callable[..., Any]) -> Callable[..., Any]:
-        def at(scale: jax.Array) -> Any:
-            x = ScaledArray(X.astype(jnp.float16), scale)
-            result = scalify(function)(x)
-            assert result.dtype == jnp.float16
-            return function(x.value), result.value
-
-        return lambda scales: lax.map(at, scales)
-
-    def scales_of(name: str) -> np.ndarray:
-        most = 30 if name in ("var", "norm", "product", "cube") else 1
-        return np.asarray([2.0**-most, 1.0, 2.0**most], np.float32)
-
-    table = {name: (plain_and_half(f), scales_of(name)) for name, f in HALF_FUNCTIONS.items()}
-    for name, (plain, half) in jax.device_get(compute(table)).items():
-        for expected, actual in zip(plain, half, strict=True):
-            same_pattern(actual, expected, 16 * HALF, name)
-
-
-def test_many_products_neither_overflow_nor_underflow() -> None:
-    """Each matmul multiplies data by a factor that is not a power of two; the drift is bounded."""
-    rng = np.random.default_rng(0)
-    weights = np.asarray(rng.normal(size=(60, 24, 24)), np.float32) * np.float32(1e-1)
-    x = np.asarray(rng.normal(size=(8, 24)), np.float32) * np.float32(1e-3)
-    x, weights = as_scaled((jnp.asarray(x), jnp.asarray(weights)), dtype=jnp.float16)
-    chains = {
-        60: (lambda x, weights: lax.scan(lambda c, w: (c @ w, None), x, weights)[0], x, weights),
-        12: (lambda x, weights: functools.reduce(jnp.matmul, [x, *weights[:12]]), x, weights),
+def test_functions_of_float16_data_at_small_and_large_scales() -> None:
+    table = {
+        (name, log2): (f, scaled(X, 2.0**log2))
+        for functions, most in ((HALF_FUNCTIONS, 1), (ANY_SCALE, 30))
+        for name, f in functions.items()
+        for log2 in (-most, most)
     }
-    for count, result in compute(
-        {n: (scalify(f), *args) for n, (f, *args) in chains.items()}
-    ).items():
-        exact = np.asarray(x.value, np.float64)
-        for w in np.asarray(weights.value, np.float64)[:count]:
-            exact = exact @ w
-        assert result.dtype == jnp.float16
-        data = np.asarray(result.data, np.float64)
-        assert 2.0**-6 < np.sqrt(np.mean(data**2)) < 2.0**6
-        error = np.linalg.norm(data * float(result.scale) - exact)
-        assert error < 0.02 * np.linalg.norm(exact)
+    check(table, atol=16 * HALF)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
@@ -212,46 +151,48 @@ def test_a_result_that_is_put_in_again_keeps_value_and_scale(dtype: Any) -> None
         assert 0.25 <= float(x.scale) <= 4
 
 
-def test_a_large_number_times_a_large_scale() -> None:
-    """The product of number and scale may overflow float32 although the value does not."""
-    cases = (100, 2.0**-12, 3.2e11), (-100, 2.0**12, 3e-11), (100, 0.5, 1e-20)
-    table = {
-        (*case, dtype): (
-            lambda x, n=case[2]: to_array(scalify(lambda x: jnp.where(x != 0, x * n, 1.0))(x)),
-            ScaledArray(jnp.asarray([case[1], -case[1] / 2], dtype), jnp.float32(2.0 ** case[0])),
-        )
-        for case in cases
-        for dtype in ("float16", "float32")
-    }
-    for (log2, data, number, dtype), found in compute(table).items():
-        expected = np.float64([data, -data / 2]) * 2.0**log2 * number
-        np.testing.assert_allclose(found, expected, rtol=2 * float(jnp.finfo(dtype).eps))
+def sums(x: Any) -> Any:
+    wide = jnp.cumsum(x.astype(jnp.float64))[-1], jnp.sum(x, dtype=jnp.float64)
+    return [y - 1e8 for y in wide]
 
 
-def test_numbers_of_float64_beyond_a_scale() -> None:
+def test_64_bits() -> None:
+    """Numbers beyond a scale, arrays without rows, and sums that float32 would round."""
     programs = (
         lambda x: x * 1e40,
         lambda x: x / 1e50,
         lambda x: jnp.sqrt(x * x * 1e80) * 1e-40,
         lambda x: (x * 1e50 - x * 1e50 * 2) * 1e-50,
     )
+    empty = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) ** 2)), lambda x: x.T / jnp.ones((3, 0))
     with jax.enable_x64(True):
-        x = as_scaled(jnp.asarray([1.5, -0.25]))
-        found = jax.jit(lambda x: [to_array(scalify(f)(x)) for f in programs])(x)
-    for f, y in zip(programs, found, strict=True):
-        with jax.enable_x64(True):
-            expected = f(np.float64(x.value))
-        np.testing.assert_allclose(y, expected, rtol=1e-12)
+        x, none = as_scaled((jnp.asarray([1.5, -0.25]), jnp.zeros((0, 1))))
+        table = {f"far {i}": (f, x) for i, f in enumerate(programs)}
+        table |= {f"empty {i}": (f, none) for i, f in enumerate(empty)}
+        large = as_scaled(jnp.asarray([1e8] + [1.0] * 7, jnp.float32))
+        check(table | {"sums": (sums, large)}, rtol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
-def test_what_is_left_of_one(dtype: Any) -> None:
-    """1 - b, as for variances of a diffusion model, is not rounded before it is used."""
-    functions = lambda b: (jnp.log(1 - b), (1 + b) - 1, 1 - jnp.cumprod(1 - b))  # noqa: E731
-    both = jax.jit(lambda b: (functions(to_array(b, jnp.float32)), to_array(scalify(functions)(b))))
-    expected, results = both(as_scaled(jnp.linspace(1e-4, 0.02, 64), dtype=dtype))
-    for found, e in zip(results, expected, strict=True):
-        np.testing.assert_allclose(found, e, rtol=4 * float(jnp.finfo(dtype).eps))
+# Pairs of types by the type of their results.
+TYPES = {
+    "float16": [("float8_e4m3fn", "float16")],
+    "float32": [("float16", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")],
+    "float64": [("float16", "float64"), ("float32", "float64")],
+}
+
+
+def met(x: Any, y: Any) -> Any:
+    """Combine arrays of two types in every way."""
+    chosen = jnp.where(x > 0, x, y), jnp.maximum(x, y), jnp.concatenate([y, x]), lax.clamp(-y, y, y)
+    placed = x.astype(y.dtype).at[0].add(y[0]), y.at[0].set(x[1]), y.at[0].add(x[1]), x - y, y / x
+    return *chosen, *placed, x @ y.T, lax.cond(x[0, 0] > 9, lambda: x.astype(y.dtype), lambda: y)
+
+
+def test_operands_of_two_types_meet_in_the_wider() -> None:
+    with jax.enable_x64(True):
+        for wide, pairs in TYPES.items():
+            table = {p: (met, *(as_scaled(jnp.asarray(X), dtype=t) for t in p)) for p in pairs}
+            check(table, atol=4 * float(jnp.finfo(wide).eps))
 
 
 def _unit(rows: Any) -> Any:
@@ -276,28 +217,14 @@ FEW: dict[str, tuple[Callable[..., Any], Any]] = {
 
 
 def test_few_elements_that_are_far_larger_do_not_saturate() -> None:
-    def both(f: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda x: (
-            f(x),
-            to_array(scalify(f)(as_scaled(x, dtype=jnp.float16)), jnp.float32),
-        )
-
-    for name, (expected, found) in compute({n: (both(f), x) for n, (f, x) in FEW.items()}).items():
-        same_pattern(found, expected, 4 * HALF, name)
+    check({name: (f, narrow(x)) for name, (f, x) in FEW.items()}, atol=4 * HALF)
 
 
 def test_rows_of_other_scales() -> None:
     """If rows do not mix, small ones are not lost next to rows with larger scales."""
-    data = jnp.asarray([[1, 2, 3, 0], [1, 3, 2, 0]], jnp.float16)
-    x = ScaledArray(data, jnp.array([[1.0], [2.0**-40]]))
-    moves = lambda x: x[:, ::-1], lambda x: x.reshape(2, 1, 4)
-    functions = lambda x: (jnp.argmax(x, -1), *(_unit(move(x)) for move in moves))  # noqa: E731
-    largest, *found = jax.jit(lambda x: to_array(scalify(functions)(x), jnp.float32))(x)
-    np.testing.assert_array_equal(largest, [2, 1])
-    rows = np.float32(data)
-    unit = rows / np.sqrt(np.mean(rows**2, axis=-1, keepdims=True))
-    for y, move in zip(found, moves, strict=True):
-        np.testing.assert_allclose(y, move(unit), rtol=2 * HALF)
+    x = scaled([[1, 2, 3, 0], [1, 3, 2, 0]], [[1.0], [2.0**-40]])
+    program = lambda x: (jnp.argmax(x, -1), _unit(x[:, ::-1]), _unit(x.reshape(2, 1, 4)))  # noqa: E731
+    check({"rows": (program, x)}, rtol=2 * HALF)
 
 
 @jax.jit

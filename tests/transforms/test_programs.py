@@ -13,34 +13,10 @@ from tests.batching import compute, entry
 from unitscale import ScaledArray, as_scaled, scalify, to_array
 from unitscale.transforms import cast_data
 
+from .agreement import HALF, Program, check, narrow, normal, scaled
+from .table import IDS, A as TABLE
+
 FORMATS = [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
-HALF = float(jnp.finfo(jnp.float16).eps)
-Program = Callable[..., Any]
-
-
-def normal(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape)
-
-
-def check(table: dict[Any, tuple[Any, ...]], rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Compare scalified programs with plain ones on the same values.
-
-    Rows are a function and its arguments; `atol` is relative to the largest element.
-    """
-
-    def both(f: Program) -> Program:
-        return lambda *args: (f(*to_array(args, jnp.float32)), to_array(scalify(f)(*args)))
-
-    results = compute({name: (both(f), *args) for name, (f, *args) in table.items()})
-    for name, (expected, found) in jax.device_get(results).items():
-        for e, a in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-            with entry(name):
-                most = np.max(np.abs(e), initial=0)
-                np.testing.assert_allclose(np.float32(a), e, rtol=rtol, atol=atol * most)
-
-
-def narrow(x: Any, dtype: Any) -> ScaledArray:
-    return as_scaled(jnp.asarray(x, jnp.float32), dtype=dtype)
 
 
 # -- parts, choices, differences and sums, which may be of another size than their operands --------
@@ -65,6 +41,50 @@ def hub(x: Any) -> Any:
     return jax.ops.segment_sum(x, jnp.zeros(x.size, jnp.int32), x.size)
 
 
+def states(x: Any) -> Any:
+    """Run a recurrence of complex numbers."""
+    turn = 0.9 * jnp.exp(0.3j)
+    step = lambda h, u: (turn * h + u, (h.real, jnp.abs(h)))  # noqa: E731
+    return lax.scan(step, jnp.zeros(3, jnp.complex64), x)[1]
+
+
+def root(x: Any) -> Any:
+    """Stop on the relative error, whatever the size."""
+    stop = lambda c: jnp.max(jnp.abs(c * c - x) / x) > 1e-3  # noqa: E731
+    return lax.while_loop(stop, lambda c: (c + x / c) / 2, x)
+
+
+def transport(cost: Any) -> Any:
+    """Compute Sinkhorn's plan u K v, with u and v of very different magnitudes."""
+    kernel = jnp.exp(-cost)
+
+    def turn(s: Any) -> Any:
+        u = 0.25 / (kernel @ s[1])
+        return u, 0.25 / (kernel.T @ u)
+
+    away = lambda s: jnp.sum(jnp.abs(s[0] * (kernel @ s[1]) - 0.25)) > 1e-4  # noqa: E731
+    u, v = lax.while_loop(away, turn, (jnp.ones(4), jnp.ones(4)))
+    return u[:, None] * kernel * v
+
+
+def doubled(x: Any) -> Any:
+    ref = jax.new_ref(x)
+    ref[...] = 2 * ref[...]
+    return ref[...] + 1
+
+
+def sums_into_places(x: Any) -> Any:
+    """Add to one entry per row, inside and outside of the row, and to whole columns."""
+
+    def at(i: int, mode: str, name: str = "add") -> Any:
+        add = lambda row, j: getattr(row.at[j], name)(2.5, mode=mode)  # noqa: E731
+        return jax.vmap(add)(x[0, :2], jnp.array([[i], [1]]))
+
+    ones = [at(i, mode) for i in (0, 7, -9) for mode in ("drop", "clip")]
+    columns = jax.vmap(lambda x, i: x.at[:, i].add(x[:, :1]))(x, jnp.array([[2], [0]]))
+    return ones, at(2, "drop", "subtract"), columns, x.at[:, :, 1].add(x[..., 0])
+
+
 # One small positive number beside large negative ones; columns in units of their own; a table.
 SMALL = np.array([1e-2, *[-100.0] * 7])
 FOUR = np.array([1500.0, 800.0, 0.1, 0.2])
@@ -73,8 +93,13 @@ UNITS = np.stack([40 + 10 * normal(1, 64), 5e4 + 1e4 * normal(2, 64), 0.05 + 0.0
 PLACES = np.array([[1e-3, 100.0] * 4, [100.0, 1e-3] * 4])
 WINDOW = (lax.add, (7,), (1,), "VALID")
 NEAR_ONE = 0.7 + 0.02 * normal(0, 64)
+FILLS, KEEP = (0.0, -np.inf, np.inf, np.nan), np.array([True, False, True])
+FAR = np.array([0.0, 1.0, 40.0, 2.0])
+COSTS = FAR[:, None] + np.abs(np.arange(4.0)[:, None] - np.arange(4.0))
+UNLIKE = np.array([[1.0, 300.0, -2.0], [2e-3, -1e-3, 1e-3]])
+MATRIX, EDGES = np.array([[4.0, 1.0], [1.0, 3.0]]), (1e-9, 1e5)
 
-VALUES: dict[str, tuple[Program, np.ndarray]] = {
+VALUES: dict[str, tuple[Program, Any]] = {
     "elements": (lambda x: x[2] * x[3], FOUR),
     "a dynamic slice": (squared(lambda x: lax.dynamic_slice(x, (jnp.int32(2),), (2,))), FOUR),
     "over the least": (lambda x: x / x.min(), np.array([1.0, 3e3, 1.2e5])),
@@ -96,6 +121,49 @@ VALUES: dict[str, tuple[Program, np.ndarray]] = {
     "a large deviation": (lambda x: x.std(-1) @ jnp.ones(3), 1e6 * normal(6, 3, 64)),
     "log of a sigmoid's tail": (lambda x: jnp.log(jax.nn.sigmoid(-x)), np.arange(5.0, 9.0)),
     "log of a normal tail": (jax.scipy.stats.norm.logsf, np.arange(5.0, 9.0)),
+    "constants": (lambda x: (x * 1e-6 + 1e-8) / 3.0 * FAR - jnp.ones(4) * 1e-7, UNITS[2, :4]),
+    "small second moments": (
+        lambda x: x / (jnp.sqrt(0.001 * x**2) + 1e-12),
+        np.array([1e-4, 3e-8, -2e-7]),
+    ),
+    # 1 - b, as for variances of a diffusion model, is not rounded before it is used.
+    "what is left of one": (
+        lambda b: (jnp.log(1 - b), (1 + b) - 1, 1 - jnp.cumprod(1 - b)),
+        np.linspace(1e-4, 0.02, 64),
+    ),
+    "fills": (
+        lambda x: [jnp.where(KEEP, x, fill) for fill in FILLS],
+        np.array([1e-3, -2e-3, 3e-3]),
+    ),
+    "gradients of the larger of two": (
+        jax.grad(lambda pair: jnp.sum(jnp.maximum(*pair))),
+        tuple(UNLIKE),
+    ),
+    "segments": (
+        lambda x: [f(x, IDS, 4) for f in (jax.ops.segment_max, jax.ops.segment_min)],
+        50 * TABLE,
+    ),
+    "functions of parts": (
+        lambda x: (x.at[IDS[1:3]].apply(jnp.sin), jnp.zeros_like(x).at[IDS].add(x)),
+        50 * TABLE,
+    ),
+    "sums into places": (sums_into_places, normal(0, 2, 3, 4)),
+    "a reference": (doubled, np.arange(4.0)),
+    "a plan of transport": (transport, COSTS),
+    **{f"complex states near {n}": (states, n * normal(0, 6, 3)) for n in EDGES},
+    **{f"a loop that stops near {n}": (root, n * np.array([0.7, 1.0, 1.5, 2.0])) for n in EDGES},
+    **{
+        f"a matrix near {n}": (
+            lambda x: (
+                jnp.linalg.solve(x, jnp.array([1.0, -2.0])),
+                jnp.linalg.inv(x) @ jnp.array([1.0, -2.0]),
+                jnp.linalg.cholesky(x),
+                jnp.abs(jnp.linalg.eigvals(x)).max(),
+            ),
+            n * MATRIX,
+        )
+        for n in EDGES
+    },
 }
 
 
@@ -220,7 +288,7 @@ BESIDE_LARGE: dict[str, Program] = {
 
 
 def test_elements_beside_an_array_of_large_numbers_are_kept() -> None:
-    x = narrow([0.3, -1.2, 1.7, 3.0], jnp.float16)
+    x = narrow([0.3, -1.2, 1.7, 3.0])
     table = {
         (name, large): (lambda x, y, f=f: 3 * f(x, y)[:3], x, large * np.float32([1, 1.5, 2, 1]))
         for name, f in BESIDE_LARGE.items()
@@ -229,26 +297,36 @@ def test_elements_beside_an_array_of_large_numbers_are_kept() -> None:
     check(table, rtol=2 * HALF)
 
 
-TINY: dict[str, tuple[Program, list[float]]] = {
-    "log of a floor": (lambda x: jnp.log(jnp.maximum(x, 1e-30)), [0, 1e4]),
-    "sum": (lambda x: jnp.log(x + 1e-36), [0, 1e3, 2e3]),
-    "choice": (lambda x: jnp.log(jnp.where(x > 0, x, 1e-36)), [0, 1e3, 2e3]),
-    "gradient": (jax.grad(lambda x: jnp.sum(jnp.sqrt(jnp.maximum(x, 1e-30)))), [0, 1e4]),
+# The product of number and scale may overflow float32 although the value does not.
+UNITS_APART = (100, 2.0**-12, 3.2e11), (-100, 2.0**12, 3e-11), (100, 0.5, 1e-20)
+BEYOND: dict[str, tuple[Program, list[float], int]] = {
+    "log of a floor": (lambda x: jnp.log(jnp.maximum(x, 1e-30)), [0, 1e4 / 2**20], 20),
+    "sum": (lambda x: jnp.log(x + 1e-36), [0, 2.0**-10, 2.0**-9], 20),
+    "choice": (lambda x: jnp.log(jnp.where(x > 0, x, 1e-36)), [0, 2.0**-10, 2.0**-9], 20),
+    "gradient": (
+        jax.grad(lambda x: jnp.sum(jnp.sqrt(jnp.maximum(x, 1e-30)))),
+        [0, 1e4 / 2**20],
+        20,
+    ),
+    **{
+        f"{n} times 2^{log2}": (lambda x, n=n: jnp.where(x != 0, x * n, 1.0), [m, -m / 2], log2)
+        for log2, m, n in UNITS_APART
+    },
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_tiny_numbers_are_kept_beside_large_scales(dtype: str) -> None:
+def test_numbers_far_from_the_scale_keep_their_value() -> None:
     table = {
-        name: (f, as_scaled(jnp.asarray(numbers, jnp.float32), 2.0**20, dtype=dtype))
-        for name, (f, numbers) in TINY.items()
+        (name, dtype): (f, scaled(data, 2.0**log2, dtype))
+        for name, (f, data, log2) in BEYOND.items()
+        for dtype in ("float32", "float16")
     }
-    check(table, rtol=2**-7)
+    check(table, rtol=2 * HALF)
 
 
-A = narrow([1.0, 2.0, 3.0], jnp.float16)
+A = narrow([1.0, 2.0, 3.0])
 SAME = ScaledArray(A.data * 2, A.scale / 2)
-TINIER = narrow([1e-12, 2e-12, 3e-12], jnp.float16)
+TINIER = narrow([1e-12, 2e-12, 3e-12])
 ZERO = ScaledArray(jnp.zeros(3, jnp.float16), jnp.float32(1))
 
 # Of numbers, the same numbers at another scale, small ones, zeros, and a zero without a scale.
@@ -313,6 +391,7 @@ def test_a_number_is_what_a_cast_makes_of_it() -> None:
 
 ISLANDS: dict[str, tuple[Program, Program]] = {
     "var": (lambda x: x.var(-1), lambda x: x.var(-1)),
+    # As Flax computes the variance of its LayerNorm.
     "mean of squares": (lambda x: (x * x).mean(-1) - x.mean(-1) ** 2, lambda x: x.var(-1)),
     "logarithm of softmax": (
         lambda x: jax.nn.log_softmax(x)[:, :1] - jax.nn.log_softmax(x)[:, 1:2],
@@ -360,10 +439,6 @@ def test_an_island_of_products_is_asked_for() -> None:
 # -- what `python -m recipes bench fuzz` has found wrong -------------------------------------------
 
 
-def scaled(data: Any, scale: Any = 1.0, dtype: Any = jnp.float16) -> ScaledArray:
-    return ScaledArray(jnp.asarray(data, dtype), jnp.asarray(scale, jnp.float32))
-
-
 ROWS = scaled([[1.0, 2.0], [1.0, 3.0]], [[0.5], [16.0]])
 NO_ROWS = scaled(jnp.zeros((0, 2)), jnp.zeros((0, 1)))
 NEAR_ZERO = scaled([0.5, 1.25, 2.0], 2.0**-24)
@@ -391,7 +466,6 @@ FOUND: dict[str, tuple[Program, Any]] = {
         lambda x: (x + 1) ** 2 * (x + 1) + x,
         scaled([1.0, 2.0], 2.0**-40),
     ),
-    "8 bits compared with more": (lambda x: jnp.minimum(x, x.min()), EIGHT),
     "a moment that starts at zero": (lambda x: 0.1 * x + 0.9 * jnp.zeros_like(x), NEAR_ZERO),
     "an angle near zero": (lambda x: jnp.arctan2(x, jnp.ones_like(x)), NEAR_ZERO),
     "a part that is zero, at a large scale": (
@@ -418,21 +492,46 @@ FOUND: dict[str, tuple[Program, Any]] = {
 }
 
 
+EIGHT_BITS: dict[str, tuple[Program, Any]] = {
+    "8 bits compared with more": (lambda x: jnp.minimum(x, x.min()), EIGHT),
+    "sums of fewer bits than float16": (
+        lambda x: jax.ops.segment_sum(x.astype(jnp.bfloat16), IDS, 4).astype(jnp.float32),
+        narrow(50 * TABLE),
+    ),
+}
+
+
 def test_found() -> None:
     def both(function: Program) -> Program:
         gradient = jax.grad(lambda x: jnp.sum(jnp.sin(function(x))))
         return lambda x: (function(x), gradient(x))
 
     # bfloat16, as which 8 bits are computed with, is the widest step.
-    for eight, step in ((False, HALF), (True, float(jnp.finfo(jnp.bfloat16).eps))):
-        rows = {name: row for name, row in FOUND.items() if (row[1] is EIGHT) == eight}
-        check({name: (both(f), x) for name, (f, x) in rows.items()}, atol=8 * step)
+    for table, step in ((FOUND, HALF), (EIGHT_BITS, float(jnp.finfo(jnp.bfloat16).eps))):
+        check({name: (both(f), x) for name, (f, x) in table.items()}, atol=8 * step)
 
 
-def test_numbers_of_64_bits_of_no_rows() -> None:
-    with jax.enable_x64(True):
-        x = ScaledArray(jnp.zeros((0, 1), jnp.float64), jnp.float32(1.0))
-        gradient = scalify(jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) ** 2)))
-        divide = scalify(lambda x: x / jnp.full((3, 0), 2.0))
-        found = jax.jit(lambda x: (gradient(x), divide(x.T.reshape(1, 0))))(x)
-    assert [y.shape for y in found] == [(0, 1), (3, 0)]
+def reduce(x: Any) -> Any:
+    return lax.reduce_precision(x, 5, 2)
+
+
+def largest(x: Any) -> Any:
+    return jnp.sum(lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"))
+
+
+def least(x: Any) -> Any:
+    return jnp.sum(lax.reduce_window(x, jnp.inf, lax.min, (2, 3), (1, 1), "SAME"))
+
+
+EXACT: dict[Any, tuple[Program, Any]] = {
+    **{("bits", s): (reduce, scaled([1.0, -1.3, 6.1, 0.7], s)) for s in (2.0**-100, 3.0)},
+    **{
+        (pool.__name__, dtype): (jax.grad(pool), narrow(normal(0, 4, 6), dtype))
+        for pool in (largest, least)
+        for dtype in ("float16", "float8_e4m3fn")
+    },
+}
+
+
+def test_rounding_of_values_and_choices_of_narrow_data_are_exact() -> None:
+    check(EXACT)
