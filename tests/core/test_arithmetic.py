@@ -185,6 +185,7 @@ def test_sums_of_terms_grow_the_scale_by_the_nearest_power_of_two_of_the_root(n:
     np.testing.assert_array_equal(product.data, np.full((2, 3), np.float16(n / norm)))
     assert float(x.sum(1).scale) == 2 * norm
     np.testing.assert_array_equal(x.sum(1).data, np.full(2, np.float16(n / norm)))
+    assert (float(x[0].sum().scale), x[0].sum().data) == (2 * norm, np.float16(n / norm))
 
 
 EXPONENTS = [3, 2, 1, 0, -1, -2, np.int64(2), 0.5, 2.0]

@@ -35,16 +35,15 @@ class TestScale:
     def test_multiplies_once_each_way(self, dtype: str, wrap: Any) -> None:
         x, dy = jnp.float32([[0.7, -1.3], [5.0, 0.0]]), jnp.float32([[0.011, 0.02], [-0.03, 0.05]])
         x, dy = x.astype(dtype), dy.astype(dtype)
-        for fwd, bwd in ((2.0, 0.25), (1.0, 3.0), (0.3, 1.0), (1e-6, 1e6)):
-            f = wrap(partial(scale, fwd=fwd, bwd=bwd))
+        pairs = ((2.0, 0.25), (1.0, 3.0), (0.3, 1.0), (1e-6, 1e6))
 
-            def both(x, dy, f=f):
-                y, vjp = jax.vjp(f, x)
-                return y, vjp(dy)[0]
+        def both(x, dy):
+            pulls = [jax.vjp(wrap(partial(scale, fwd=fwd, bwd=bwd)), x) for fwd, bwd in pairs]
+            return [(y, vjp(dy)[0]) for y, vjp in pulls]
 
-            y, dx = jax.jit(both)(x, dy)
-            assert y.dtype == dx.dtype == dtype
-            for got, source, factor in ((y, x, fwd), (dx, dy, bwd)):
+        for factors, results in zip(pairs, jax.jit(both)(x, dy), strict=True):
+            for got, source, factor in zip(results, (x, dy), factors, strict=True):
+                assert got.dtype == dtype
                 expected = (np.float32(source) * np.float32(factor)).astype(x.dtype)
                 np.testing.assert_array_equal(got, expected)
 
@@ -146,11 +145,12 @@ def params_of(kind: str, dtype: str = "float32") -> dict[str, Any]:
 
 
 class TestValueAndGrad:
-    @pytest.mark.parametrize("kind", SCALES)
-    def test_is_that_of_the_value(self, kind: str) -> None:
-        for dtype in ("float32", "float16", "float8_e4m3fn"):
-            params = params_of(kind, dtype)
-            value, grads = jax.jit(unitscale.value_and_grad(loss))(params)
+    def test_is_that_of_the_value(self) -> None:
+        dtypes = ("float32", "float16", "float8_e4m3fn")
+        cases = [params_of(kind, dtype) for kind in SCALES for dtype in dtypes]
+        derive = unitscale.value_and_grad(loss)
+        results = jax.jit(lambda cases: [derive(params) for params in cases])(cases)
+        for params, (value, grads) in zip(cases, results, strict=True):
             plain = to_array(params, jnp.float32)
             assert jax.tree.structure(grads) == jax.tree.structure(plain)
             assert grads["w"].dtype == jnp.float32

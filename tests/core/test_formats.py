@@ -204,40 +204,46 @@ def assert_same(got: jax.Array, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(np.asarray(got).astype(np.float64), expected)
 
 
-@pytest.mark.parametrize("saturate", [True, False], ids=["saturate", "overflow"])
+@partial(jax.jit, static_argnums=1, compiler_options=USUAL_EMITTER)
+def both_casts(x: jax.Array, name: str) -> dict[bool, jax.Array]:
+    """Cast with and without saturation."""
+    return {saturate: cast(x, name, saturate=saturate) for saturate in (True, False)}
+
+
 @pytest.mark.parametrize("name", NAMES)
 class TestNearest:
-    def test_float32(self, name: str, saturate: bool) -> None:
+    def test_float32(self, name: str) -> None:
         x = probes(layout_of(name), np.float32)
-        got = quick_cast(x, name, "nearest", None, saturate)
-        assert got.dtype == (jnp.float32 if format_of(name).simulated else jnp.dtype(name))
-        assert_same(got, reference(x, name, saturate))
+        for saturate, got in both_casts(x, name).items():
+            assert got.dtype == (jnp.float32 if format_of(name).simulated else jnp.dtype(name))
+            assert_same(got, reference(x, name, saturate))
 
-    @pytest.mark.parametrize("source", ALL_16_BIT)
-    def test_all_16_bit_values(self, name: str, saturate: bool, source: str) -> None:
-        x = ALL_16_BIT[source]
-        got = quick_cast(x, name, "nearest", None, saturate)
-        expected = reference(x.astype(np.float32), name, saturate)
-        if not format_of(name).simulated:
-            return assert_same(got, expected)
-        # The dtype of x keeps the values; it may not hold all of the format.
-        common = np.abs(expected) <= min(format_of(name).max, format_of(source).max)
-        common &= expected.astype(x.dtype).astype(np.float64) == expected
-        assert common.sum() > 2**14
-        assert_same(got[common], expected[common])
-        finite = np.asarray(got).astype(np.float64)
-        assert np.abs(finite[np.isfinite(finite)]).max() <= format_of(name).max
+    def test_all_16_bit_values(self, name: str) -> None:
+        for source, x in ALL_16_BIT.items():
+            for saturate, got in both_casts(x, name).items():
+                expected = reference(x.astype(np.float32), name, saturate)
+                if not format_of(name).simulated:
+                    assert_same(got, expected)
+                    continue
+                # The dtype of x keeps the values; it may not hold all of the format.
+                common = np.abs(expected) <= min(format_of(name).max, format_of(source).max)
+                common &= expected.astype(x.dtype).astype(np.float64) == expected
+                assert common.sum() > 2**14
+                assert_same(got[common], expected[common])
+                finite = np.asarray(got).astype(np.float64)
+                assert np.abs(finite[np.isfinite(finite)]).max() <= format_of(name).max
 
-    def test_float64(self, name: str, saturate: bool) -> None:
+    def test_float64(self, name: str) -> None:
         with jax.enable_x64(True):
             x = probes(layout_of(name), np.float64)
-            got = np.asarray(quick_cast(x, name, "nearest", None, saturate)).astype(np.float64)
-        expected = reference(x, name, saturate)
-        # XLA on the CPU flushes float64 that is subnormal in float32 when it narrows.
-        flushed = (name == "bfloat16") & (np.abs(expected) < 2.0**-126)
-        if name in SIMULATED:  # infinity is beyond a format whose values are float64
-            flushed |= np.isinf(expected) & ~np.isinf(x)
-        np.testing.assert_array_equal(got[~flushed], expected[~flushed])
+            found = {s: np.asarray(y).astype(np.float64) for s, y in both_casts(x, name).items()}
+        for saturate, got in found.items():
+            expected = reference(x, name, saturate)
+            # XLA on the CPU flushes float64 that is subnormal in float32 when it narrows.
+            flushed = (name == "bfloat16") & (np.abs(expected) < 2.0**-126)
+            if name in SIMULATED:  # infinity is beyond a format whose values are float64
+                flushed |= np.isinf(expected) & ~np.isinf(x)
+            np.testing.assert_array_equal(got[~flushed], expected[~flushed])
 
 
 def test_ties_of_a_format_without_mantissa_bits_go_to_even_codes() -> None:
@@ -264,21 +270,19 @@ def assert_share(up: np.ndarray, fraction: np.ndarray) -> None:
 
 
 class TestE8M0:
-    @pytest.mark.parametrize("saturate", [True, False])
     @pytest.mark.parametrize("source", [np.float32, np.float16, ml_dtypes.bfloat16])
-    def test_nearest(self, saturate: bool, source: type) -> None:
+    def test_nearest(self, source: type) -> None:
         grid = 2.0 ** np.arange(-127, 128)
         special = [0, -0.0, -1, -1e30, 1e-42, np.inf, -np.inf, np.nan, 3.4e38, 2.9e38]
         points = np.concatenate([grid, 1.5 * grid, 1.49 * grid, 1.51 * grid, special])
         x = points.astype(source).astype(np.float64)
         floor = 2.0 ** np.floor(np.log2(np.maximum(x, grid[0])))
         y = np.where(x >= 1.5 * floor, 2 * floor, floor)
-        if saturate:
-            y = np.where(x <= grid[0], grid[0], np.minimum(y, grid[-1]))
-        else:
-            y = np.where((x <= 0) | (y > grid[-1]), np.nan, y)
-        expected = np.where(np.isfinite(x), y, np.nan)
-        assert_same(cast(jnp.asarray(points.astype(source)), "e8m0", saturate=saturate), expected)
+        saturated = np.where(x <= grid[0], grid[0], np.minimum(y, grid[-1]))
+        others = np.where((x <= 0) | (y > grid[-1]), np.nan, y)
+        for saturate, wanted in ((True, saturated), (False, others)):
+            got = cast(jnp.asarray(points.astype(source)), "e8m0", saturate=saturate)
+            assert_same(got, np.where(np.isfinite(x), wanted, np.nan))
 
     def test_stochastic_is_unbiased(self) -> None:
         x = np.float32([1.25, 3.9, 2.0**-126 * 1.5, 8.0])
@@ -358,13 +362,13 @@ class TestFloat8:
         tiny = np.asarray(cast(jnp.float32([1e-30, -1e-30, 1e-40, -1e-40]), dtype))
         np.testing.assert_array_equal(tiny.view(np.uint8), [0, 0x80, 0, 0x80])
 
-    @pytest.mark.parametrize("infinity", [True, False])
     @pytest.mark.parametrize("dtype", FP8)
-    def test_what_is_not_finite(self, dtype: str, infinity: bool) -> None:
+    def test_what_is_not_finite(self, dtype: str) -> None:
         fmt, x = format_of(dtype), jnp.float32([1e6, -3e38, jnp.inf, -jnp.inf, jnp.nan])
-        found = encode_float8(x, fmt, widen, infinity=infinity).astype(jnp.float32)
-        beyond = np.inf if infinity and fmt.has_inf else np.nan
-        np.testing.assert_array_equal(found, [fmt.max, -fmt.max, beyond, -beyond, np.nan])
+        for infinity in (True, False):
+            found = encode_float8(x, fmt, widen, infinity=infinity).astype(jnp.float32)
+            beyond = np.inf if infinity and fmt.has_inf else np.nan
+            np.testing.assert_array_equal(found, [fmt.max, -fmt.max, beyond, -beyond, np.nan])
 
     def test_other_formats_are_not_encoded(self) -> None:
         assert all(map(is_float8, FP8))

@@ -86,29 +86,31 @@ def test_facts_while_tracing_and_of_placeholders() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-class TestTrees:
-    def test_leaves(self, kind: str) -> None:
-        x = make(kind, "float16")
-        leaves, structure = jax.tree.flatten(x)
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(x)]
-        assert paths == ([".data"] if kind == "none" else [".data", ".scale"])
-        for placeholder in (None, 0, 1, "sharding"):
-            filled = jax.tree.unflatten(structure, [placeholder] * len(leaves))
-            assert jax.tree.structure(filled, is_leaf=lambda x: x is None) == structure
-        if kind != "none":
-            other = ScaledArray(x.data, x.scale * 2, block_shape=x.block_shape)
-            assert jax.tree.structure(other) == structure
+def test_leaves(kind: str) -> None:
+    x = make(kind, "float16")
+    leaves, structure = jax.tree.flatten(x)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(x)]
+    assert paths == ([".data"] if kind == "none" else [".data", ".scale"])
+    for placeholder in (None, 0, 1, "sharding"):
+        filled = jax.tree.unflatten(structure, [placeholder] * len(leaves))
+        assert jax.tree.structure(filled, is_leaf=lambda x: x is None) == structure
+    if kind != "none":
+        other = ScaledArray(x.data, x.scale * 2, block_shape=x.block_shape)
+        assert jax.tree.structure(other) == structure
 
-    def test_transformations(self, kind: str) -> None:
-        x = make(kind, "float16")
-        here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), x)
 
-        def program(x):
-            y = jax.lax.scan(lambda x, _: (x, None), x, None, length=2)[0]
-            return jax.checkpoint(lambda x: x)(jax.lax.cond(True, lambda x: x, lambda x: x, y))
+def test_transformations() -> None:
+    given = {kind: make(kind, "float16") for kind in KINDS}
+    here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), given)
 
+    def program(x):
+        y = jax.lax.scan(lambda x, _: (x, None), x, None, length=2)[0]
+        return jax.checkpoint(lambda x: x)(jax.lax.cond(True, lambda x: x, lambda x: x, y))
+
+    traced = jax.jit(program, out_shardings=here)(given)
+    for kind, x in given.items():
         for y in (
-            jax.jit(program, out_shardings=here)(x),
+            traced[kind],
             jax.tree.map(lambda a: a, x),
             copy.copy(x),
             copy.deepcopy(x),
@@ -119,36 +121,43 @@ class TestTrees:
             assert (repr(y), y.block_shape) == (repr(x), x.block_shape)
             np.testing.assert_array_equal(exact(y), exact(x))
 
-    def test_grad_in_data_space(self, kind: str) -> None:
-        x = make(kind, "float32")
-        grad = jax.jit(jax.grad(lambda x: (x.value * x.value).sum()))(x)
-        assert jax.tree.structure(grad) == jax.tree.structure(x)
-        scale = exact(x) / np.asarray(x.data)
-        np.testing.assert_allclose(grad.data, 2 * np.asarray(x.data) * scale**2, rtol=1e-6)
-        if kind not in ("none", "e8m0"):
-            np.testing.assert_array_equal(grad.scale, np.zeros(x.scale.shape))
 
-    def test_vmap_over_a_stack(self, kind: str) -> None:
-        """vmap and scan stack data and scale: there is one scale per item."""
+def test_grad_in_data_space() -> None:
+    given = {kind: make(kind, "float32") for kind in KINDS}
+    grads = jax.jit(jax.grad(lambda t: sum((x.value * x.value).sum() for x in t.values())))(given)
+    assert jax.tree.structure(grads) == jax.tree.structure(given)
+    for kind, x in given.items():
+        scale = exact(x) / np.asarray(x.data)
+        np.testing.assert_allclose(grads[kind].data, 2 * np.asarray(x.data) * scale**2, rtol=1e-6)
+        if kind not in ("none", "e8m0"):
+            np.testing.assert_array_equal(grads[kind].scale, np.zeros(x.scale.shape))
+
+
+def test_vmap_over_a_stack() -> None:
+    """vmap and scan stack data and scale: there is one scale per item."""
+    double, table, expected = jax.vmap(lambda x: x.map_data(lambda d: d * 2)), {}, {}
+    functions = {  # the function, and what it does to the values
+        "stack": (lambda x: x.value, lambda v: v),
+        "vmap": (jax.vmap(lambda x: x.value), lambda v: v),
+        "doubled by vmap": (lambda x: double(x).value, lambda v: 2 * v),
+        "map": (lambda x: jax.lax.map(lambda x: x.value, x), lambda v: v),
+        "doubled": (lambda x: (x * 2.0).value, lambda v: 2 * v),
+        "item": (lambda x: x[2].value, lambda v: v[2]),
+        "last": (lambda x: x[-1].value, lambda v: v[2]),
+        "sum": (lambda x: x.sum(0).value, lambda v: v.sum(0)),
+    }
+    for kind in KINDS:
         x = make(kind, "float32")
         stacked = jax.tree.map(lambda a: stored(np.stack([a, a, 2 * np.float32(a)]), a.dtype), x)
         factor = np.array([1, 1, 4 if len(jax.tree.leaves(x)) == 2 else 2])
-        expected = factor[:, None, None] * exact(x)
-        double = jax.vmap(lambda x: x.map_data(lambda d: d * 2))
-        table = {
-            "stack": (lambda x: x.value, expected),
-            "vmap": (jax.vmap(lambda x: x.value), expected),
-            "doubled by vmap": (lambda x: double(x).value, 2 * expected),
-            "map": (lambda x: jax.lax.map(lambda x: x.value, x), expected),
-            "doubled": (lambda x: (x * 2.0).value, 2 * expected),
-            "item": (lambda x: x[2].value, expected[2]),
-            "sum": (lambda x: x.sum(0).value, expected.sum(0)),
-        }
-        for name, got in compute({name: (f, stacked) for name, (f, _) in table.items()}).items():
-            with entry(name):
-                # Three terms of one sign.
-                rtol = 3 * 2.0**-23 if name == "sum" else 0
-                np.testing.assert_allclose(got, table[name][1], rtol=rtol)
+        for name, (f, reference) in functions.items():
+            table[kind, name] = f, stacked
+            expected[kind, name] = reference(factor[:, None, None] * exact(x))
+    for name, got in compute(table).items():
+        with entry(name):
+            # Three terms of one sign.
+            rtol = 3 * 2.0**-23 if name[1] == "sum" else 0
+            np.testing.assert_allclose(got, expected[name], rtol=rtol)
 
 
 def test_scales_of_a_batch_go_with_its_items() -> None:
@@ -240,22 +249,23 @@ REARRANGE = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_elements_and_axes(kind: str) -> None:
-    x = make(kind, "float16")
-    for name, got in compute({name: (fn, x) for name, fn in REARRANGE.items()}).items():
-        with entry(name):
-            expected = REARRANGE[name](exact(x))
+def test_elements_and_axes() -> None:
+    given = {kind: make(kind, "float16") for kind in KINDS}
+    pairs = itertools.product(KINDS, REARRANGE)
+    table = {(kind, name): (REARRANGE[name], given[kind]) for kind, name in pairs}
+    for (kind, name), got in compute(table).items():
+        with entry((kind, name)):
+            expected = REARRANGE[name](exact(given[kind]))
             assert (got.dtype, got.shape) == (jnp.float16, expected.shape)
             np.testing.assert_array_equal(exact(got), expected)
             if kind in ("none", "one", "tensor"):
                 assert np.shape(got.scale) == ()
-    rows = list(x)
-    np.testing.assert_array_equal(np.stack([exact(row) for row in rows]), exact(x))
-    with pytest.raises(TypeError):
-        iter(x[0, 0])
-    with pytest.raises(TypeError, match="ScaledArray without dimensions"):
-        len(x[0, 0])
+    for x in (given["row"], given["block"]):
+        np.testing.assert_array_equal(np.stack([exact(row) for row in x]), exact(x))
+        with pytest.raises(TypeError):
+            iter(x[0, 0])
+        with pytest.raises(TypeError, match="ScaledArray without dimensions"):
+            len(x[0, 0])
 
 
 def test_transposed_scales_stay_small() -> None:
@@ -288,32 +298,35 @@ def test_transposed_scales_stay_small() -> None:
 REDUCTIONS = ["sum", "mean", "max", "min"]
 
 
-@pytest.mark.parametrize("kind", ["none", "row", "block"])
-def test_reductions_of_every_axis(kind: str) -> None:
-    x = make(kind, "float32")
+def test_reductions_of_every_axis() -> None:
     options = [*itertools.product([None, 0, -1, ()], [False]), (0, True), (None, True)]
+    given = {kind: make(kind, "float32") for kind in ("none", "row", "block")}
     table = {
-        (name, *option): (lambda x, n=name, o=option: getattr(x, n)(*o), x)
-        for name, option in itertools.product(REDUCTIONS, options)
+        (kind, name, *option): (lambda x, n=name, o=option: getattr(x, n)(*o), given[kind])
+        for kind, name, option in itertools.product(given, REDUCTIONS, options)
     }
-    for (name, axis, keepdims), got in compute(table).items():
-        with entry((name, axis, keepdims)):
-            expected = getattr(exact(x), name)(axis=axis, keepdims=keepdims)
-            largest = np.abs(exact(x)).max(axis=axis, keepdims=keepdims)
-            largest = {"sum": 24 * largest}.get(name, largest)
+    for (kind, name, axis, keepdims), got in compute(table).items():
+        with entry((kind, name, axis, keepdims)):
+            x = exact(given[kind])
+            expected = getattr(x, name)(axis=axis, keepdims=keepdims)
+            largest = np.abs(x).max(axis=axis, keepdims=keepdims) * (24 if name == "sum" else 1)
             # 24 terms, each with a rounding or two in float32.
             assert_close(got, expected, 48 * 2.0**-23, largest)
 
 
 def test_reductions_of_every_type() -> None:
-    for dtype, kind in itertools.product(DTYPES, ["none", "channel"]):
-        x = make(kind, dtype)
-        table = {name: (lambda x, n=name: getattr(x, n)(axis=0), x) for name in REDUCTIONS}
-        for name, got in compute(table).items():
+    given = {pair: make(*pair) for pair in itertools.product(["none", "channel"], DTYPES)}
+    table = {
+        (name, *pair): (lambda x, n=name: getattr(x, n)(axis=0), x)
+        for (pair, x), name in itertools.product(given.items(), REDUCTIONS)
+    }
+    for (name, kind, dtype), got in compute(table).items():
+        with entry((name, kind, dtype)):
+            x = exact(given[kind, dtype])
             assert got.dtype == (jnp.bfloat16 if dtype.startswith("float8") else jnp.dtype(dtype))
-            expected = getattr(exact(x), name)(axis=0)
+            expected = getattr(x, name)(axis=0)
             # One rounding, and float32 sums of terms as large as the largest.
-            largest = np.abs(exact(x)).max(axis=0) * (4 if name == "sum" else 1)
+            largest = np.abs(x).max(axis=0) * (4 if name == "sum" else 1)
             of = np.abs(expected) + 8 * largest * 2.0**-23 / eps(dtype)
             assert_close(got, expected, eps(dtype), of)
 

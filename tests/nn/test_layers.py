@@ -150,7 +150,8 @@ def test_dtypes_of_parameters_activations_and_cotangents(name, policy) -> None:
             y, pull = jax.vjp(apply, p, x)
             # A float32 input is cast on the way in, and its cotangent back on the way out; a
             # residual stream of its own keeps its dtype.
-            return y, pull(y), apply(p, wide), jax.grad(loss_of(apply), 1)(p, wide)
+            of_wide, pull_wide = jax.vjp(lambda x: apply(p, x), wide)
+            return y, pull(y), of_wide, pull_wide(of_wide)[0]
 
         x = layer.input(dtype=COMPUTE[policy])
         out, grads, wide, by_wide = jax.eval_shape(run, params, x, layer.input())
@@ -336,10 +337,27 @@ def arguments(cls: type) -> tuple[list[str], set[str]]:
     return positional, keywords
 
 
+# Defaults that differ from Flax's: layers keep the dtype of their policy, and dropout masks are
+# drawn for every head.
+DEFAULTS = dict.fromkeys(("param_dtype", "lora_param_dtype"))
+DEFAULTS |= dict.fromkeys(("broadcast_dropout", "deterministic", "decode"), False)
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """Return the default values of arguments that are numbers, flags, names or None."""
+    parameters = inspect.signature(cls.__init__).parameters
+    plain = bool | int | float | str | tuple | None
+    return {n: p.default for n, p in parameters.items() if isinstance(p.default, plain)}
+
+
 def test_arguments_are_those_of_flax() -> None:
     for cls, twin in TWINS.items():
         (positional, keywords), (wanted, others) = arguments(cls), arguments(twin)
         assert positional == wanted, cls
         assert keywords - others <= OURS, cls
+        theirs = inspect.signature(twin.__init__).parameters
+        for name, default in defaults(cls).items():
+            if name in theirs and theirs[name].default not in (inspect.Parameter.empty, default):
+                assert default is DEFAULTS[name], (cls, name)
     signature, other = (inspect.signature(kind.RNN.__call__).parameters for kind in (nn, nnx))
     assert [(k, p.kind) for k, p in signature.items()] == [(k, p.kind) for k, p in other.items()]

@@ -1,5 +1,6 @@
-"""Errors of ops: type, and the name of the argument."""
+"""Errors of ops: type, and the name of the argument. Default arguments of ops and rules."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from unitscale import batch_size, ops
+from unitscale import batch_size, ops, rules
 from unitscale.core._compat import cudnn_of
 from unitscale.parallel import make_mesh
 from unitscale.quant import Delayed, MatmulConfig
@@ -212,8 +213,6 @@ OPERANDS: list[tuple[str, str, Callable[[Any], Any]]] = [
 @pytest.mark.parametrize(("bad", "got"), [(image > 0, "bool"), (None, "NoneType"), ("x", "str")])
 def test_operands_that_are_not_floating(bad: Any, got: str) -> None:
     for op, name, call in OPERANDS:
-        if bad is None and name in ("bias", "gain"):
-            continue
         match = rf"unitscale\.ops\.{op}: {name} must be a floating array or .* got {got}"
         with pytest.raises(TypeError, match=match):
             call(bad)
@@ -230,3 +229,53 @@ def test_other_arguments_of_the_wrong_type() -> None:
     ):
         with pytest.raises(TypeError, match=match):
             call()
+
+
+# Defaults by argument, as in jax.nn, jax.lax and Flax where they have the argument, and the ops
+# and rules whose default is another.
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("bias", "gain", "config", "state", "where", "mask", "vocab", "base"), None),
+    **dict.fromkeys(("key", "dropout_key", "scale_length", "scale_causal", "mean_square"), None),
+    **dict.fromkeys(("statistics", "chunk_size", "logits_dtype", "out_features", "x"), None),
+    **dict.fromkeys(("mult", "fwd", "bwd", "attn_ratio"), 1.0),
+    **dict.fromkeys(("dilation", "input_dilation", "feature_group_count", "depth", "period"), 1),
+    **dict.fromkeys(("left_repeats", "right_repeats"), 1),
+    **dict.fromkeys(("is_causal", "transposed", "residual", "reset", "scaled"), False),
+    **dict.fromkeys(("broadcast_dims", "cut"), ()),
+    **dict.fromkeys(("count_include_pad", "renormalize"), True),
+    **dict.fromkeys(("share", "tau"), 0.5),
+    **{"constraint": "to_output_scale", "eps": 1e-6, "strides": 1, "padding": "SAME", "axis": -1},
+    **{"dropout_rate": 0.0, "deterministic": True, "implementation": "auto", "seeds": 32},
+    **{"reduction": "mean", "weights": (1.0, 1.0), "expert_axis": "expert", "name": "simulate"},
+    **{"optimizer": "adam", "readout_constraint": None, "activation": jnp.tanh},
+}
+OTHERS = {
+    "ops.readout": {"constraint": None},
+    "rules.readout": {"constraint": None},
+    "ops.avg_pool": {"strides": None, "padding": "VALID"},
+    "ops.max_pool": {"strides": None, "padding": "VALID"},
+    "rules.avg_pool": {"strides": None},
+    "rules.max_pool": {"strides": None},
+    "ops.readout_cross_entropy": {"constraint": None},
+    "ops.attention_path": {"mask": False},
+    "ops.batch_norm": {"eps": 1e-5},
+    "ops.dropout": {"deterministic": False},
+    "ops.rotary": {"base": 10_000.0},
+}
+
+
+def test_default_arguments() -> None:
+    functions = {
+        f"{module.__name__.removeprefix('unitscale.')}.{name}": function
+        for module in (ops, rules)
+        for name, function in vars(module).items()
+        if callable(function) and not inspect.isclass(function) and not name.startswith("_")
+    }
+    assert len(functions) > 60
+    for name, function in functions.items():
+        wanted = DEFAULTS | OTHERS.get(name, {})
+        for argument, parameter in inspect.signature(function).parameters.items():
+            found, expected = parameter.default, wanted.get(argument)
+            if found is not parameter.empty:
+                assert (found, type(found)) == (expected, type(expected)), f"{name}: {argument}"
+    assert not rules.AttentionContext().gated

@@ -43,16 +43,14 @@ def softmax(x, axis=-1, mult=1.0):
     return z / z.sum(axis, keepdims=True)
 
 
-sine = functools.partial(ops.elementwise, jnp.sin)
-# op, reference, JAX's own, and the published forward factor and unconstrained backward factor.
+# op, reference, JAX's own; the rules' tests compare factors with published ones.
 ACTIVATIONS = {
-    "gelu": (ops.gelu, gelu, jax.nn.gelu, 1.701, 1.481),
-    "silu": (ops.silu, silu, jax.nn.silu, 1.787, 1.623),
-    "tanh": (ops.tanh, np.tanh, jnp.tanh, 1.593, 1.467),
-    "sigmoid": (ops.sigmoid, sigmoid, jax.nn.sigmoid, 4.802, 4.723),
-    "relu": (ops.relu, lambda x: np.maximum(x, 0), jax.nn.relu, 1.713, 1.414),
-    # var(sin z) = (1 - e^-2) / 2 and E[cos^2 z] = (1 + e^-2) / 2 in closed form.
-    "sine": (sine, np.sin, jnp.sin, ((1 - np.exp(-2)) / 2) ** -0.5, ((1 + np.exp(-2)) / 2) ** -0.5),
+    "gelu": (ops.gelu, gelu, jax.nn.gelu),
+    "silu": (ops.silu, silu, jax.nn.silu),
+    "tanh": (ops.tanh, np.tanh, jnp.tanh),
+    "sigmoid": (ops.sigmoid, sigmoid, jax.nn.sigmoid),
+    "relu": (ops.relu, lambda x: np.maximum(x, 0), jax.nn.relu),
+    "sine": (functools.partial(ops.elementwise, jnp.sin), np.sin, jnp.sin),
 }
 GATES = {
     "silu_glu": (ops.silu_glu, silu, jax.nn.silu),
@@ -63,7 +61,7 @@ FWD = {name: rules.elementwise(row[2]).fwd for name, row in ACTIVATIONS.items()}
 # The default constraint: the gradient is exactly the true derivative of the output.
 CASES = {
     name: case(op, reference, normal(name, (3, 4)), fwd=FWD[name], bwd=(FWD[name],))
-    for name, (op, reference, *_) in ACTIVATIONS.items()
+    for name, (op, reference, _) in ACTIVATIONS.items()
 }
 CASES |= {
     name: case(
@@ -138,19 +136,6 @@ def test_scale_of_the_output() -> None:
     np.testing.assert_allclose(found["sigmoid"].value, 0.5 * 4.802, rtol=1e-3)
 
 
-def test_published_constants() -> None:
-    def ratios(op, plain, x):
-        (y, dy), (own, slope) = (
-            jax.value_and_grad(f)(x) for f in (lambda x: op(x, constraint=None).data, plain)
-        )
-        return y / own, dy / slope
-
-    one = jnp.ones(())
-    table = {n: (functools.partial(ratios, *row[:3:2]), one) for n, row in ACTIVATIONS.items()}
-    for name, found in compute(table).items():
-        np.testing.assert_allclose(found, ACTIVATIONS[name][3:], rtol=4e-4, err_msg=name)
-
-
 def test_constraint_and_mult() -> None:
     cases = {}
     for how in ("to_right_grad_scale", None):
@@ -177,7 +162,7 @@ def test_constraint_and_mult() -> None:
 @pytest.mark.parametrize("name", ["gelu", "relu", *map(slow, ("silu", "tanh", "sigmoid"))])
 def test_float16_is_rounded_once(name: str) -> None:
     """For every float16 in [-8, 8], the result is the exact value, rounded once."""
-    op, reference, *_ = ACTIVATIONS[name]
+    op, reference, _ = ACTIVATIONS[name]
     fwd = FWD[name]
     bits = np.arange(2**15, dtype=np.uint16).view(np.float16)
     bits = bits[bits <= 8]

@@ -306,19 +306,3 @@ def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) ->
     every = context.mean_square(32, 300, is_causal=is_causal)
     forget()
     assert grouped == pytest.approx(every, rel=2e-3)
-
-
-def test_the_average_of_a_covariance() -> None:
-    """Compare with `A S A^T` by matmuls, with one position per group."""
-    length, spread = 12, 0.5
-    seen = np.tril(np.ones((length, length)))
-    average = seen / seen.sum(1, keepdims=True)
-    root = np.random.default_rng(0).standard_normal((length, length))
-    pair, own = root @ root.T * (1 - np.eye(length)), np.arange(1.0, length + 1)
-    found = module._Attention(length, True, spread)(module._Covariance(pair, own))
-    wanted = average @ (pair + np.diag(own)) @ average.T
-    apart = ~np.eye(length, dtype=bool)
-    np.testing.assert_allclose(found.pair[apart], wanted[apart], rtol=1e-12)
-    square, _ = moments_by_size(seen.sum(1), spread)
-    variance = np.diag(average @ pair @ average.T) + square * (average @ own)
-    np.testing.assert_allclose(found.variance, variance, rtol=1e-12)
