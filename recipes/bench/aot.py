@@ -108,8 +108,11 @@ def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax
     backend = types.SimpleNamespace(
         platform="gpu", platform_version="cuda 13000", local_devices=lambda: [gpu]
     )
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    devices = max((len(s.device_set) for s in shardings if s is not None), default=1)
     with (
         cudnn_of((9, 0), 91200),
+        mock.patch.object(jax, "device_count", return_value=devices),
         mock.patch.object(jax, "default_backend", return_value="gpu"),
         mock.patch.object(jax.extend.backend, "get_backend", return_value=backend),
     ):
