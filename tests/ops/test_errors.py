@@ -257,7 +257,7 @@ OTHERS = {
     "rules.avg_pool": {"strides": None},
     "rules.max_pool": {"strides": None},
     "ops.readout_cross_entropy": {"constraint": None},
-    "ops.attention_path": {"mask": False},
+    "ops.attention_path": {"segment_ids": False, "mask": False},
     "ops.batch_norm": {"eps": 1e-5},
     "ops.dropout": {"deterministic": False},
     "ops.rotary": {"base": 10_000.0},

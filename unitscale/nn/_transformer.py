@@ -1,5 +1,6 @@
 """Residual connections, transformer layers and stacks, and scans over layers."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from ..core import (
     shard_activations,
     to_float,
 )
+from ..quant import named_operands
 from ._attention import KVCache, MultiHeadAttention
 from ._mlp import GATED, MLP, Activation
 from ._norm import LayerNorm, RMSNorm
@@ -314,10 +316,19 @@ class TransformerStack(nnx.Module):
             return lambda apply: apply
         if self.remat == "layer":
             return checkpoint
-        saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        if self.remat == "quantized":
-            saved = jax.checkpoint_policies.save_only_these_names("quantized")
-        return lambda apply: checkpoint(apply, policy=saved)
+        policies = jax.checkpoint_policies
+        if self.remat == "dots":
+            return functools.partial(checkpoint, policy=policies.dots_with_no_batch_dims_saveable)
+
+        def with_names(apply: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(apply)
+            def named(*args: Any) -> Any:
+                with named_operands():
+                    return apply(*args)
+
+            return checkpoint(named, policy=policies.save_only_these_names("quantized"))
+
+        return with_names
 
     def __call__(
         self,

@@ -40,6 +40,7 @@ from ._hooks import (
     einsum_contraction as einsum_contraction,
     einsum_problem as einsum_problem,
 )
+from ._lowering import named_operands as named_operands
 from ._matmul import Multiplier as Multiplier, fake_quantize_operands as fake_quantize_operands
 from ._quantize import (
     MAX_EXPONENT as MAX_EXPONENT,

@@ -60,8 +60,25 @@ def isolate(
     return lhs, rhs, backward, [1.0 if f is None else f for f in own]
 
 
-def saveable(x: jax.Array) -> jax.Array:
-    """Name a quantized operand "quantized", for policies of `jax.checkpoint` that save it.
+# Whether operands get names. It is part of JAX's cache keys.
+_NAMING: Any = jax.make_user_context(None)
+
+
+def named_operands() -> Any:
+    """Return a context in which FP8 matmuls name their quantized left operands "quantized".
+
+    `jax.checkpoint_policies.save_only_these_names("quantized")` then saves them.
+    """
+    return _NAMING(True)
+
+
+def are_named() -> bool:
+    """Return whether this is traced inside `named_operands`."""
+    return bool(_NAMING.value)
+
+
+def named(x: jax.Array) -> jax.Array:
+    """Name a quantized operand.
 
     JAX passes saved floating-point numbers through `lax.reduce_precision`, which makes numbers of
     float8_e4m3fn from 256 infinite, as IEEE formats have it (jax 0.10.2). So name its bits.

@@ -223,6 +223,7 @@ class Core:
     config: MatmulConfig | None
     out_dtype: Any
     dtypes: tuple[Any, Any]  # dtypes of the two gradients
+    names: bool = dataclasses.field(default_factory=_lowering.are_named)  # see `named_operands`
 
     @property
     def per_slice(self) -> bool:
@@ -330,8 +331,8 @@ def matmul(lhs, rhs, groups, multiplier, state, core):
 
 def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     lhs, saw_lhs = core.quantize(lhs, LHS, state, core.spec)
-    if core.config is not None:
-        lhs = jax.tree.map(_lowering.saveable, lhs)
+    if core.names and core.config is not None:
+        lhs = jax.tree.map(_lowering.named, lhs)
     rhs, saw_rhs = core.quantize(rhs, RHS, state, core.spec)
     left, lhs = core.both_layouts(lhs, LHS)
     rhs, right = core.both_layouts(rhs, RHS)
