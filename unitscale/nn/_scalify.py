@@ -46,7 +46,8 @@ def scalify(
         ...     loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
         ...     optimizer.update(model, grads)
         ...     return loss
-        >>> loss = nnx.jit(scalify(step))(model, optimizer, as_scaled(jnp.ones((3, 4))))
+        >>> x = as_scaled(jnp.ones((3, 4)), dtype=jnp.float16)
+        >>> loss = nnx.jit(scalify(step))(model, optimizer, x)
         >>> model.kernel.get_value().dtype.name
         'float16'
     """
