@@ -344,8 +344,8 @@ def test_other_transformations_see_the_same_function() -> None:
     wanted = jax.jit(jax.value_and_grad(loss))(params, x)
     found = jax.jit(scalify(jax.value_and_grad(loss)))(as_scaled(params), as_scaled(x))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), to_array(found), wanted)
+    window = kernels.Window(None, 0)
     with pytest.raises(TypeError, match="reverse-mode"):
-        window = kernels.Window(None, 0)
         jax.jvp(lambda x: kernels.attend_in_chunks(x, x, x, None, None, window, 1.0), (x,), (x,))
 
 
