@@ -51,7 +51,7 @@ def _sam() -> Any:
     return contrib.sam(optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05)))
 
 
-# Those that need a rate alone.
+# Optimizers whose only required argument is the learning rate.
 RATES = {
     1e-3: "rprop simplified_ademamix",
     3e-3: "lion rmsprop sign_sgd signum",

@@ -105,6 +105,11 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarra
         ) from error
 
 
+def json_bytes(content: dict[str, Any]) -> bytes:
+    """Format a JSON file as the libraries of Hugging Face do."""
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None
 ) -> None:

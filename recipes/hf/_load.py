@@ -1,6 +1,5 @@
 """Load a model from a Hugging Face folder, and save it."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..config import GPTModelConfig, PrecisionConfig
 from ..errors import RecipeError
 from ._bert import Bert
 from ._config import ARCHITECTURES, EncoderConfig, Task, shape_in, task_of
-from ._folder import CONFIG, FLOATS, INDEX, SINGLE, Folder, read_folder, write_folder
+from ._folder import CONFIG, FLOATS, INDEX, SINGLE, Folder, json_bytes, read_folder, write_folder
 from ._lora import merge_adapter
 from ._names import Table, full_name, head_part, is_unused, table_of
 from ._quantized import Scheme, dequantize, quantized
@@ -192,14 +191,18 @@ def _missing(
     return tuple(missing)
 
 
+def _variables(model: nnx.Module) -> dict[str, nnx.Param]:
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): cast("nnx.Param", leaf) for path, leaf in flat}
+
+
 def _list(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, library: Any) -> None:
     """Set a model's parameters from tensors, as arrays of `library` (NumPy or jax.numpy)."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    variables = {".".join(map(str, path)): cast("nnx.Param", leaf) for path, leaf in flat}
+    variables = _variables(model)
     filled: dict[str, str] = {}
     for name, array in source.tensors.items():
         entry = table.get(full_name(name, source.config["model_type"]))
@@ -226,8 +229,7 @@ def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, lib
 
 def _fill_fp8(model: nnx.Module, table: Table, source: Folder) -> None:
     """Set the kernels of linear layers that a folder stores in FP8, as ScaledArrays."""
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    variables = {".".join(map(str, path)): cast("nnx.Param", leaf) for path, leaf in flat}
+    variables = _variables(model)
     for name, value in source.narrow.items():
         entry = table.get(full_name(name, source.config["model_type"]))
         if entry is not None and entry.is_linear:
@@ -257,5 +259,4 @@ def _with_config(source: Folder, labels: Sequence[str], **changes: Any) -> Folde
         changes["id2label"] = {str(index): label for index, label in enumerate(labels)}
         changes["label2id"] = {label: index for index, label in enumerate(labels)}
     config = source.config | changes
-    text = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    return replace(source, config=config, texts=source.texts | {CONFIG: text})
+    return replace(source, config=config, texts=source.texts | {CONFIG: json_bytes(config)})

@@ -4,7 +4,6 @@ Each tensor of the files has one update. GPT-2's query, key and value are in one
 updates share `lora_a`.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,7 +21,7 @@ from unitscale.quant import Dynamic, quantize
 from ..config import Count, Flag, GPTModelConfig, LoraConfig, Positive
 from ..errors import RecipeError, refused
 from ._config import validated
-from ._folder import read_config, read_tensors, write_tensors
+from ._folder import json_bytes, read_config, read_tensors, write_tensors
 from ._names import Table, full_name, table_of
 from .plain import GPT
 
@@ -200,7 +199,7 @@ def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
     with refused(f"cannot write {folder}", "give a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+        (folder / CONFIG).write_bytes(json_bytes(config))
 
 
 def merge_adapter(model: GPT, folder: str | Path) -> None:

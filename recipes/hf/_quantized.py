@@ -5,7 +5,6 @@ weight * scale. Folders with `quant_method` "fp8" (DeepSeek, Qwen) name the scal
 `weight_scale_inv`, and those of compressed-tensors `weight_scale`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from unitscale import ScaledArray
 from unitscale.quant import Block, Dynamic, quantize
 
 from ..errors import RecipeError
-from ._folder import CONFIG, FLOAT8, INDEX, Folder
+from ._folder import CONFIG, FLOAT8, INDEX, Folder, json_bytes
 
 Scheme = Literal["tensor", "channel", "block"]
 KEY = "quantization_config"
@@ -133,13 +132,9 @@ def _with_tensors(folder: Folder, config: dict[str, Any], tensors: dict[str, np.
         file: (metadata, [name for name in tensors if file_of(name) == file])
         for file, (metadata, _) in folder.files.items()
     }
-    texts = folder.texts | {CONFIG: _json(config)}
+    texts = folder.texts | {CONFIG: json_bytes(config)}
     if INDEX in texts:
         size = sum(array.nbytes for array in tensors.values())
         places = {name: file_of(name) for name in sorted(tensors)}
-        texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": places})
+        texts[INDEX] = json_bytes({"metadata": {"total_size": size}, "weight_map": places})
     return replace(folder, config=config, texts=texts, files=files, tensors=tensors)
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

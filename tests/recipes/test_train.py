@@ -117,7 +117,7 @@ def test_a_run_that_lost_its_last_steps_repeats_them(
     assert "resuming after step 3 of 6" in said
     assert timeless(outcome.folder) == timeless(first.folder)
     metrics = (folder / "metrics.jsonl").read_bytes()
-    # What is lost comes again.
+    # Deleted files are written again.
     (folder / "rms.png").unlink()
     drawn: list[Path] = []
     monkeypatch.setattr("recipes.train.plot_rms", lambda folder, _: drawn.append(folder))
@@ -262,7 +262,7 @@ def test_a_run_is_used_with_its_own_tokenizer(config_file: Path, capsys: Capture
     config = load_config(words[0], words[1:])
     untrained(config, folder := open_run(config))
     load_data(config).save(folder)
-    # Of the config only the number of ids is read: the text that it names is another by now.
+    # Only the number of ids is read from the config, because its text has changed since.
     words[1] = "data.tokenizer={kind: wordpiece, vocab: 300}"
     config_file.with_name("text.txt").write_text("line of another text\n" * 300, "utf-8")
     capsys.readouterr()

@@ -247,7 +247,7 @@ def _plain(q, k, v, mask, ids, window, logit_factor, logit_scales, dropout_rate,
     if mask is not None:
         masks.append(mask)
     if ids is not None:
-        masks.append(same_segment(ids))
+        masks.append(same_segment(ids, ids))
     if masks:
         allowed = reduce(jnp.logical_and, masks)
         allowed = jnp.broadcast_to(allowed, (batch, heads, time, source)).reshape(groups)

@@ -48,9 +48,9 @@ class Window(NamedTuple):
         return left if self.right is None else [*left, column - row <= self.right]
 
 
-def same_segment(ids: jax.Array) -> jax.Array:
-    """Return the mask (batch, 1, time, time) of tokens with the same id."""
-    return (ids[:, :, None] == ids[:, None, :])[:, None]
+def same_segment(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Return the mask (batch, 1, rows, columns) of tokens with the same id."""
+    return (rows[:, :, None] == columns[:, None, :])[:, None]
 
 
 class _Plan(NamedTuple):
@@ -126,7 +126,7 @@ def attend_in_chunks(
     row, column = (lax.broadcasted_iota(jnp.int32, (1, 1, time, source), n) for n in (2, 3))
     mask = reduce(jnp.logical_and, window.masks(row, column), mask)
     if ids is not None:
-        mask = mask & same_segment(ids)
+        mask = mask & same_segment(ids, ids)
     mean = jnp.repeat(jnp.mean(widen(v), 1, keepdims=True), groups, 2)
     sees = jnp.any(mask, -1).swapaxes(1, 2)[..., None]
     return jnp.where(sees, y, mean.astype(y.dtype))
@@ -170,8 +170,7 @@ def _logits(plan: _Plan, i, j, q, k, masks, scales) -> jax.Array:
     if plan.source % plan.keys:
         allowed.append(column < plan.source)
     if ids is not None:
-        of_rows, of_columns = _at(ids[0], i), _at(ids[1], j)
-        allowed.append((of_rows[:, :, None] == of_columns[:, None, :])[:, None, None])
+        allowed.append(same_segment(_at(ids[0], i), _at(ids[1], j))[:, None])
     if mask is not None:
         for axis, index, size in ((3, i, plan.queries), (4, j, plan.keys)):
             if mask.shape[axis] != 1:
@@ -272,7 +271,7 @@ def attend_by_cudnn(
     Its window is that of a causal mask, and segments become a bias (batch, 1, time, time) that all
     heads and layers share: `jax.nn` does not offer the kernel's packed layout.
     """
-    mask = None if ids is None else same_segment(ids)
+    mask = None if ids is None else same_segment(ids, ids)
     q, k, v = match_varying((q, k, v))
     # JAX's batching rule for the kernel requires that vmap maps all operands and the cotangent.
     # This select, which XLA removes, makes each of them depend on all operands.

@@ -212,7 +212,7 @@ def vit(image: tuple[int, int] = (8, 12), policy: Any = "float32", **shape: int)
 def test_gradients_of_the_vit_are_constants_times_the_truth() -> None:
     with jax.enable_x64(True):
         images, labels = normal(3, 8, 12).astype(np.float64), np.array([0, 3, 1])
-        # What all keys share, softmax takes out again.
+        # Softmax ignores what is common to all keys.
         loss, params = model_loss(vit(policy=FLOAT64), lambda model: model.loss(images, labels))
         assert min(check(loss, params, zero=["key.bias"]).values()) > 0
 
@@ -330,7 +330,7 @@ def test_it_learns(make_config: MakeConfig, overrides: tuple[str, ...]) -> None:
     outcome, _ = run(
         make_config(*overrides, "train={steps: 36, log_every: 1, checkpoint_every: 36}")
     )
-    # Of 20 images; one lies so near to a boundary that rounding decides, as processors do it.
+    # Out of 20 images. One is so near a boundary that its class depends on the processor.
     assert outcome.scores["accuracy"] >= 0.95
     rows = read_metrics(outcome.folder / "metrics.jsonl")
     first, *_, last = (row["loss"] for row in rows if "loss" in row)

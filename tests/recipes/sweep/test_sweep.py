@@ -66,7 +66,7 @@ def test_every_combination_but_those_left_out() -> None:
         assert run.optimizer.umup == (not plain)
         assert run.optimizer.multipliers["bias"] == (0.03 if plain else 0.5)
     assert make_points(config({}))[0].values == {}
-    # What a sweep leaves in its folder has every key, and is the same sweep.
+    # The config in a sweep's folder has every key, and describes the same sweep.
     again = make_points(CharlmConfig.model_validate(settings.model_dump()))
     assert [point.settings for point in again] == [point.settings for point in points]
 
