@@ -23,7 +23,18 @@ Share = Annotated[float, Strict(), Field(gt=0, lt=1)]
 Flag = Annotated[bool, Strict()]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
-Policy = Literal["float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"]
+Policy = Literal[
+    "float32",
+    "bfloat16",
+    "float16",
+    "fp8",
+    "fp8_dynamic",
+    "fp8_delayed",
+    "fp8_channel",
+    "fp8_block",
+    "mxfp8",
+    "nvfp4",
+]
 WideFormat = Literal["float32", "bfloat16", "float16"]
 NarrowFormat = Literal["float8_e4m3fn", "float8_e5m2"]
 Format = WideFormat | NarrowFormat

@@ -35,7 +35,13 @@ def test_presets() -> None:
         assert nn.as_policy(f"fp8_{name}") == dataclasses.replace(fp8, matmul=config)
     config = MatmulConfig(strategy=Block(32, 1, "float8_e8m0fnu"))
     assert nn.as_policy("mxfp8") == dataclasses.replace(fp8, matmul=config)
-    assert len(nn.POLICIES) == 9
+    fp4 = nn.as_policy("nvfp4").matmul
+    assert (fp4.lhs, fp4.strategy) == ("float4_e2m1fn", Block(16, (1, 2, 1), "float8_e4m3fn"))
+    assert (fp4.dither, fp4.hadamard) == (True, True)
+    assert nn.as_policy("nvfp4_dynamic").matmul.strategy.tensor_scale
+    assert nn.as_policy("fp8_block").matmul.strategy == Block(128, (1, 2, 1), "float32")
+    assert nn.as_policy("fp8_channel").matmul.wide_weight_gradient
+    assert len(nn.POLICIES) == 13
     for name, policy in nn.POLICIES.items():
         assert repr(policy) == f"as_policy({name!r})"
     own = nn.Policy(compute_dtype="float16", exempt=frozenset())

@@ -45,7 +45,7 @@ def test_strategies_and_configs_are_hashable_values_in_canonical_form() -> None:
     assert MatmulConfig(lhs="E4M3", rhs="bfloat16").lhs == "E4M3"
     # float16 has as many bits of exponent as E5M2, of which a matmul takes one.
     assert MatmulConfig(lhs="float16", rhs="float16").rhs == "float16"
-    assert Block() == Block(32, 1, "e8m0")
+    assert Block() == Block(32, (1, 1, 1), "e8m0")
     assert Static(4.0) == Static((4, 4.0, 4)) == Static(np.float32(4)) == Static(np.int64(4))
     assert Static(2.0**126).scales[0] == 1 / Static(2.0**-126).scales[0]
     assert is_stateful(Static())
@@ -68,6 +68,14 @@ BAD = [
     (lambda: Static(margin=-1), r"Static: margin .* got -1"),
     (lambda: Block(0), r"Block: size .* got 0"),
     (lambda: Block(32, 3), r"Block: dims .* got 3"),
+    (lambda: Block(32, (1, 2)), r"Block: dims .* got \(1, 2\)"),
+    (lambda: Block(tensor_scale=True), r"Block: tensor_scale .* got True"),
+    (lambda: quantize(X, "e4m3fn", Block(32, (1, 2, 1))), r"Block: dims .* \(1, 2, 1\)"),
+    (lambda: MatmulConfig(hadamard=True), r"MatmulConfig: hadamard .* got True"),
+    (
+        lambda: MatmulConfig(strategy=Block(), hadamard=True, wide_weight_gradient=True),
+        r"MatmulConfig: hadamard .* wide_weight_gradient",
+    ),
     (lambda: Block(scale_format="bfloat16"), r"Block: scale_format .* got 'bfloat16'"),
     (lambda: MatmulConfig(lhs="e5m2", rhs="e5m2"), r"MatmulConfig: lhs and rhs are both E5M2"),
     (lambda: MatmulConfig(rhs="e5m2", cotangent="e5m2"), r"rhs and cotangent are both"),

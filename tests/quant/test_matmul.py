@@ -16,7 +16,7 @@ from recipes.bench.wire import collectives
 from tests.gradients import jit
 from tests.parallel.devices import explicit_mesh, mesh_of
 from tests.products import conversions, equations
-from unitscale.core import ScaledArray, is_scaled
+from unitscale.core import ScaledArray, format_of, is_scaled
 from unitscale.quant import (
     Block,
     Contraction,
@@ -35,7 +35,7 @@ from .products import state_of, three_products
 
 DENSE = Contraction("bk", "kn", "bn")
 RNG = np.random.default_rng(0)
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+E4M3, E5M2, E2M1 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 
 
 def einsum(spec: Contraction, lhs: Any, rhs: Any) -> np.ndarray:
@@ -118,8 +118,10 @@ STRATEGIES = [
     *(Unit(), Dynamic(), Dynamic("channel"), Static(STATIC), Delayed(history=2)),
     *(Block(4), Block(4, 2, "float32")),
 ]
+FP4 = Block(4, (1, 2, 1), "e4m3fn", tensor_scale=True)
 CASES = [
     *(("batch", (E4M3, E4M3, E5M2), strategy) for strategy in STRATEGIES),
+    ("dense", (E2M1, E2M1, E2M1), FP4),
     ("two sums", (E4M3, E4M3, E4M3), Dynamic("channel")),
     ("two sums", (E4M3, E4M3, E4M3), Block(4)),
     ("dense", (E5M2, E4M3, E4M3), Dynamic()),
@@ -144,11 +146,14 @@ def quantized(spec: Contraction, formats: Any, strategy: Any, lhs: Any, rhs: Any
         stored = isinstance(strategy, Static | Delayed)
         axes = tuple(axis for axis, c in enumerate(labels) if c in summed)
         own = Static(STATIC[which]) if stored else strategy
+        own = own.of_operand(which) if isinstance(own, Block) else own
         return quantize(x, formats[which], own, axis=axes)
 
     a, b = one(lhs, spec.lhs, spec.summed, 0), one(rhs, spec.rhs, spec.summed, 1)
     pairs = [(a.value, b.value)]
     for grad, x, labels in ((spec.grad_lhs, b, spec.rhs), (spec.grad_rhs, a, spec.lhs)):
+        if isinstance(strategy, Block):  # blocks along the dimension that this matmul sums over
+            x = one(lhs, labels, grad.summed, 0) if x is a else one(rhs, labels, grad.summed, 1)
         value, ct = x.value, dy
         if strategy == Dynamic("channel"):  # the cotangent takes the scale of each channel
             kept = "".join(c for c in labels if c not in spec.summed)
@@ -161,7 +166,7 @@ def quantized(spec: Contraction, formats: Any, strategy: Any, lhs: Any, rhs: Any
 
 
 @pytest.mark.parametrize(
-    "part", [CASES[:7], pytest.param(CASES[7:], marks=pytest.mark.slow)], ids=["batch", "others"]
+    "part", [CASES[:8], pytest.param(CASES[8:], marks=pytest.mark.slow)], ids=["batch", "others"]
 )
 def test_three_matmuls(part) -> None:
     """Results equal the matmuls of quantized values, up to the rounding of float32 sums."""
@@ -299,6 +304,33 @@ def test_transformations_and_factors(config, multiplier) -> None:
         np.testing.assert_allclose(got, (multiplier or 1) * factor * value, rtol=1e-5, atol=1e-5)
 
 
+def test_switches_of_the_weight_gradient() -> None:
+    """The Hadamard matrix cancels; a wide weight gradient is that of the operands themselves."""
+    spec, *shapes = LAYOUTS["dense"]
+    lhs, rhs = (RNG.standard_normal((4, 48, 8), np.float32), draw(1, shapes[1], 1.0))
+    dy = RNG.standard_normal((4, 48, 6)).astype(np.float32)
+    exact, narrow, rotated = (
+        MatmulConfig(lhs=f, rhs=f, cotangent=f, strategy=Block(16), hadamard=h)
+        for f, h in (("float32", True), (E2M1, False), (E2M1, True))
+    )
+    wide = [
+        MatmulConfig(strategy=strategy, wide_weight_gradient=True)
+        for strategy in (Unit(), Dynamic(), Dynamic("channel"), Delayed(), Block(4))
+    ]
+    configs = [exact, narrow, rotated, *wide]
+    run = jit(lambda *a: [three_products(c, spec)(*a, state_of(c.strategy)) for c in configs])
+    expected = np.einsum("btk,btn->kn", np.float64(lhs), np.float64(dy))
+    found = run(lhs, rhs, dy)
+    errors = [np.linalg.norm(drhs - expected) / np.linalg.norm(expected) for _, _, drhs, _ in found]
+    assert max(errors[0], *errors[3:]) < 1e-6
+    assert 0.05 < errors[2] < 0.2
+    assert errors[1] != errors[2]
+    own = [three_products(dataclasses.replace(c, wide_weight_gradient=False), spec) for c in wide]
+    same = jit(lambda *a: [f(*a, state_of(c.strategy)) for f, c in zip(own, wide, strict=True)])
+    for (y, dlhs, _, seen), (*kept, _, amax) in zip(found[3:], same(lhs, rhs, dy), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, (y, dlhs, seen), (*kept, amax))
+
+
 def test_dithered_cotangents_keep_their_mean() -> None:
     """Use numbers that would all be rounded down to nearest."""
     wide = MatmulConfig(lhs="float32", rhs="float32")
@@ -308,14 +340,15 @@ def test_dithered_cotangents_keep_their_mean() -> None:
         f = lambda w: contract(ones, w, DENSE, config=config)  # noqa: E731
         return jax.vjp(f, jnp.ones((1, 1)))[1](cotangent)[0][0, 0] / 4096
 
-    for dtype in (E4M3, E5M2):
-        step = float(jnp.finfo(dtype).eps)
+    for dtype, start in ((E4M3, 1.0), (E5M2, 1.0), (E2M1, 1.0), (E2M1, 0.5), (E4M3, 2.0**-8)):
+        fmt = format_of(dtype)
+        step = max(start * fmt.eps, fmt.smallest_subnormal)
         nearest = dataclasses.replace(wide, cotangent=dtype)
         configs = None, nearest, dataclasses.replace(nearest, dither=True)
-        cotangent = jnp.linspace(1.0, 1.0 + step / 2, 4096)[:, None]
+        cotangent = jnp.linspace(start, start + step / 2, 4096)[:, None]
         run = jax.jit(lambda ct, cs=configs: [mean(c, ct) for c in cs])
         exact, down, dithered = map(float, run(cotangent))
-        assert down == pytest.approx(1.0, abs=step / 100)
+        assert down == pytest.approx(start, abs=step / 100)
         assert dithered == pytest.approx(exact, abs=step / 50)
     # The largest float16 saturates, though rounded up it is beyond float16.
     config, one = dataclasses.replace(wide, dither=True), jnp.ones((1, 1), jnp.float16)

@@ -134,10 +134,37 @@ def test_granularity_of_scales() -> None:
         (Block(2), -1, [[2, 1], [2.0**-8, 1], [1, 1], [16, 1]]),
         (Block(2, 2), -1, [[2, 1], [16, 1]]),
         (Block(3, 1, "float32"), 0, [[1, 2, 1], [2.0**-7, 16, 1]]),
+        (Block(2, 1, "e4m3fn"), -1, [[2, 1], [2.0**-9, 1], [1, 1], [16, 1]]),
+        (Block(2, 2, "e4m3fn", tensor_scale=True), -1, [[2, 2.0**-4], [16, 2.0**-4]]),
     ]
     found = jax.jit(lambda x: [quantize(x, "e4m3fn", s, axis=a).scale for s, a, _ in cases])(x)
     for scale, (strategy, _, expected) in zip(found, cases, strict=True):
         np.testing.assert_array_equal(np.float32(scale), expected, str(strategy))
+
+
+def test_scales_of_blocks_in_e4m3() -> None:
+    """As NVFP4: a scale of amax / 6, rounded to E4M3, and data rounded after the division by it."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((4, 32)).astype(np.float32)
+    configs = Block(16, 1, "e4m3fn"), Block(16, 1, "e4m3fn", tensor_scale=True)
+    run = jax.jit(lambda x: [quantize(x, "e2m1", config) for config in configs])
+    for size in (1.0, 1e-6):
+        one, two = run(x * size)
+        top = np.abs(x * size).reshape(4, 2, 16).max(-1)
+        if size == 1:
+            scale = (top / 6).astype(jnp.float8_e4m3fn).astype(np.float32)
+            expected = (x / np.repeat(scale, 16, -1)).astype(jnp.float4_e2m1fn)
+            for q in (one, two):
+                np.testing.assert_array_equal(np.float32(q.scale), scale)
+                np.testing.assert_array_equal(np.float32(q.data), np.float32(expected))
+        else:
+            np.testing.assert_array_equal(np.float32(one.scale), 2.0**-9)
+            assert not np.any(np.float32(one.value))
+            np.testing.assert_allclose(np.float32(two.scale), top / 6, rtol=2**-4)
+        assert (one.scale.dtype, two.scale.dtype) == (jnp.float8_e4m3fn, jnp.float32)
+    exact = dequantize(one)
+    assert exact.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.float32(exact), np.float32(one.value))
 
 
 def test_blocks_of_32() -> None:

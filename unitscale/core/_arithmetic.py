@@ -1,6 +1,6 @@
 """Scales, and arithmetic on (data, scale) pairs.
 
-A scale is None (for a plain array, at no cost) or a float array (float32, or float8_e8m0fnu). A
+A scale is None (for a plain array, at no cost) or a float array (float32 or an 8-bit format). A
 pair stands for the value ``data * scale``. Operations on pairs return a pair. Its value is the
 ordinary result, computed in float32 and rounded once to the result's data type. Its scale does not
 depend on the data; square-root rules choose it so that data of RMS 1 stays near RMS 1.
@@ -36,7 +36,7 @@ def as_scale(scale: Any) -> Scale:
     """Convert None, a number or a float array to a scale.
 
     A number becomes a float32 array, even if it is 1, so that the structure of a program does not
-    depend on the value of a scale. float8_e8m0fnu arrays are kept.
+    depend on the value of a scale. Arrays of float8_e8m0fnu and float8_e4m3fn are kept.
     """
     if scale is None:
         return None
@@ -55,7 +55,7 @@ def as_scale(scale: Any) -> Scale:
             f"unitscale.ScaledArray: scale must be None, a number or a float array; got {got}"
         )
     scale = jnp.asarray(scale)
-    keep = scale.dtype in (jnp.float8_e8m0fnu, jnp.float32, jnp.float64)
+    keep = scale.dtype in (jnp.float8_e8m0fnu, jnp.float8_e4m3fn, jnp.float32, jnp.float64)
     return scale if keep else scale.astype(jnp.float32)
 
 
@@ -93,7 +93,7 @@ def to_float(scale: Scale) -> jax.Array:
     if scale is None:
         return jnp.float32(1)
     array = lax.stop_gradient(scale)
-    return array.astype(jnp.float32) if array.dtype == jnp.float8_e8m0fnu else array
+    return array.astype(jnp.float32) if array.dtype.itemsize == 1 else array
 
 
 def scalar_scale(scale: Scale) -> Scale:

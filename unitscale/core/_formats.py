@@ -376,16 +376,17 @@ def _carried(bits: jax.Array, noise: jax.Array, dropped: int) -> jax.Array:
     return ((bits + (noise >> (size - dropped))) >> dropped) << dropped
 
 
-def dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
+def dithered(x: jax.Array, target: int | Format) -> jax.Array:
     """Round to fewer mantissa bits with pseudo-random noise, which keeps the mean of many numbers.
 
     Use it where rounding to nearest would bias sums over many numbers. It needs no key: the noise
-    is a hash of the number's own bits. A later cast to a format with ``mantissa_bits`` does not
-    change numbers in the normal range of that format.
+    is a hash of the number's own bits. A later cast to the format does not change the result; with
+    a number of mantissa bits, this holds in the normal range of a format.
 
     Args:
         x: floating array.
-        mantissa_bits: number of explicit mantissa bits to keep.
+        target: number of explicit mantissa bits to keep; or a format, to round to its subnormal
+            numbers too.
 
     Returns:
         float32 array. Zero, subnormal numbers of float32, magnitudes of 2^127 and above, infinity
@@ -395,13 +396,16 @@ def dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
         >>> print(dithered(jnp.array([1.3, 1.31, 1.32, 1.33]), 2))
         [1.25 1.5  1.25 1.25]
     """
-    return _dithered(x.astype(jnp.float32), mantissa_bits)
+    return _dithered(x.astype(jnp.float32), target)
 
 
 @partial(jax.jit, static_argnums=1)  # `unitscale.analysis` recognizes rounding by this name
-def _dithered(x: jax.Array, mantissa_bits: int) -> jax.Array:
+def _dithered(x: jax.Array, target: int | Format) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    rounded = _carried(bits, bits * jnp.uint32(_SPREAD), _MANTISSA_BITS - mantissa_bits)
+    noise = bits * jnp.uint32(_SPREAD)
+    if isinstance(target, Format):
+        return _round_to_grid(x, target, noise)
+    rounded = _carried(bits, noise, _MANTISSA_BITS - target)
     exponent = bits >> _MANTISSA_BITS & 0xFF
     is_normal = (exponent > 0) & (exponent < 0xFE)
     return jnp.where(is_normal, lax.bitcast_convert_type(rounded, jnp.float32), x)

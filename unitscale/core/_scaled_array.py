@@ -90,10 +90,10 @@ class ScaledArray:
 
     Args:
         data: array of any floating dtype, kept near RMS 1. 8-bit data gives bfloat16 results.
-        scale: None (the data is the value), or a positive number or float array (float32 or
-            float8_e8m0fnu; entries are not checked). It broadcasts against data (one entry per
-            tensor, per channel, or per item of leading stack axes) or has one entry per block. With
-            powers of two rescaling is exact.
+        scale: None (the data is the value), or a positive number or float array (float32,
+            float8_e8m0fnu or float8_e4m3fn; entries are not checked). It broadcasts against data
+            (one entry per tensor, per channel, or per item of leading stack axes) or has one entry
+            per block. With powers of two rescaling is exact.
         block_shape: block sizes, one per dimension of data, for one scale per block (MX style).
 
     Raises:

@@ -98,9 +98,8 @@ def convert(
     Args:
         model: the model, which is changed. Create the optimizer after this.
         rules: maps patterns of dotted paths (`fnmatch`: "layers.*.mlp.*") to a `MatmulConfig`, the
-            name of a preset ("fp8", "fp8_dynamic", "fp8_delayed", "fp8_static", "mxfp8"), or None,
-            which leaves layers unchanged. The first pattern that matches a layer applies. A config
-            alone applies to every layer.
+            name of a preset (`as_policy` lists them), or None, which leaves layers unchanged. The
+            first pattern that matches a layer applies. A config alone applies to every layer.
         min_size: layers with fewer input or output features are left unchanged.
         multiple_of: layers whose input or output features are not multiples of this number are left
             unchanged: FP8 kernels need multiples of 16.

@@ -108,35 +108,55 @@ class Block:
     """Compute one dynamic scale for each block of elements along the summed dimension.
 
     ``Block(32)`` with E8M0 scales is MXFP8, except that scales are rounded up, so that the largest
-    element of a block never saturates.
+    element of a block never saturates. ``Block(16, scale_format="e4m3fn")`` with data in E2M1 is
+    NVFP4 without its scale per tensor, which unit-scaled data does not need.
 
     Scaling:
-        As in `Dynamic`, for each block. Operands are saved for the backward pass as quantized data
-        and scales.
+        As in `Dynamic`, for each block. Scales in E4M3 are amax / max, rounded to nearest, and at
+        least 2**-9. With ``tensor_scale`` the scale of a block is t times a number in E4M3, where t
+        is the smallest power of two with amax <= 448 * max * t over the tensor.
+
+        Matmuls sum an operand over different dimensions forward and backward. With blocks in one
+        dimension it is quantized for each matmul, as hardware requires; with square blocks once.
 
     Attributes:
         size: number of elements along each dimension of a block.
         dims: 1 for blocks along the last summed dimension; 2 for square blocks along the last
-            summed and the last kept dimension.
-        scale_format: "float8_e8m0fnu" or "float32"; scales are powers of two in both.
+            summed and the last kept dimension; or one number for each of (lhs, rhs, cotangent).
+        scale_format: "float8_e8m0fnu" or "float32" for powers of two, or "float8_e4m3fn".
+        tensor_scale: whether scales in E4M3 also get one scale per tensor, for data far from RMS 1.
 
     References:
+        NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, arXiv 2509.25149, section 3;
         Rouhani et al., "Microscaling Data Formats", 2023, arXiv 2310.10537, section 2;
         Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025, arXiv 2506.08027
         (rounding scales up).
     """
 
     size: int = 32
-    dims: int = 1
+    dims: int | tuple[int, int, int] = 1
     scale_format: str = "float8_e8m0fnu"
+    tensor_scale: bool = False
 
     def __post_init__(self) -> None:
         _check_count("Block: size", self.size, 1, "elements")
-        _check(self.dims in (1, 2), "Block: dims", "1 or 2", self.dims)
+        dims = tuple(self.dims) if isinstance(self.dims, tuple | list) else (self.dims,) * 3
+        fits = len(dims) == 3 and all(n in (1, 2) for n in dims)
+        _check(fits, "Block: dims", "1, 2 or three of these, for (lhs, rhs, cotangent)", self.dims)
         name = format_of(self.scale_format).name
-        known = name in ("float8_e8m0fnu", "float32")
-        _check(known, "Block: scale_format", "'float8_e8m0fnu' or 'float32'", name)
+        known = name in ("float8_e8m0fnu", "float8_e4m3fn", "float32")
+        expected = "'float8_e8m0fnu', 'float8_e4m3fn' or 'float32'"
+        _check(known, "Block: scale_format", expected, name)
+        fits = not self.tensor_scale or name == "float8_e4m3fn"
+        _check(fits, "Block: tensor_scale", "False unless scale_format is 'float8_e4m3fn'", True)
+        object.__setattr__(self, "dims", dims[0] if len(set(dims)) == 1 else dims)
         object.__setattr__(self, "scale_format", name)
+
+    def of_operand(self, which: int) -> "Block":
+        """Return the strategy of one of (lhs, rhs, cotangent)."""
+        if isinstance(self.dims, int):
+            return self
+        return dataclasses.replace(self, dims=self.dims[which])
 
 
 Strategy: TypeAlias = Unit | Dynamic | Delayed | Static | Block
@@ -165,12 +185,17 @@ class MatmulConfig:
         cotangent: format of the output's cotangent, "float8_e5m2" for range or "float8_e4m3fn" for
             precision.
         strategy: how scales are chosen.
-        dither: whether to round cotangents with pseudo-random noise (`core.dithered`) before the
-            cast, which preserves the mean of many values.
+        dither: whether to round cotangents with pseudo-random noise (`core.dithered`), which
+            preserves the mean of many values.
+        hadamard: whether to multiply groups of 16 tokens of both operands of the weight gradient by
+            a random Hadamard matrix, which spreads outliers and cancels in the matmul. Needs
+            `Block`.
+        wide_weight_gradient: whether the weight gradient multiplies operands that are not
+            quantized; the left one is then saved in its own dtype.
 
     Raises:
-        ValueError: if a format is unknown, unsigned or fnuz, or if two of them are E5M2, which no
-            hardware multiplies.
+        ValueError: if a format is unknown, unsigned or fnuz, if two of them are E5M2, which no
+            hardware multiplies, or if switches contradict each other.
     """
 
     lhs: str = "float8_e4m3fn"
@@ -178,9 +203,15 @@ class MatmulConfig:
     cotangent: str = "float8_e4m3fn"
     strategy: Strategy = dataclasses.field(default_factory=Unit)
     dither: bool = False
+    hadamard: bool = False
+    wide_weight_gradient: bool = False
 
     def __post_init__(self) -> None:
         check_strategy("MatmulConfig", self.strategy)
+        fits = not self.hadamard or isinstance(self.strategy, Block)
+        _check(fits, "MatmulConfig: hadamard", "False unless strategy is Block", True)
+        fits = not (self.hadamard and self.wide_weight_gradient)
+        _check(fits, "MatmulConfig: hadamard", "False with wide_weight_gradient", True)
         e5m2 = []
         for name in ("lhs", "rhs", "cotangent"):
             fmt = format_of(getattr(self, name))
@@ -197,6 +228,14 @@ class MatmulConfig:
             )
 
 
+def _nvfp4(**options: Any) -> MatmulConfig:
+    block = Block(16, (1, 2, 1), "float8_e4m3fn", **options)
+    e2m1 = "float4_e2m1fn"
+    return MatmulConfig(
+        lhs=e2m1, rhs=e2m1, cotangent=e2m1, strategy=block, dither=True, hadamard=True
+    )
+
+
 PRESETS: Mapping[str, MatmulConfig] = {
     "fp8": MatmulConfig(),
     "fp8_e5m2": MatmulConfig(cotangent="float8_e5m2"),
@@ -204,6 +243,12 @@ PRESETS: Mapping[str, MatmulConfig] = {
     "fp8_dynamic": MatmulConfig(cotangent="float8_e5m2", strategy=Dynamic()),
     "fp8_delayed": MatmulConfig(cotangent="float8_e5m2", strategy=Delayed()),
     "fp8_static": MatmulConfig(cotangent="float8_e5m2", strategy=Static()),
+    # torchao's "rowwise_with_gw_hp".
+    "fp8_channel": MatmulConfig(strategy=Dynamic("channel"), wide_weight_gradient=True),
+    # DeepSeek-V3: 1 x 128 blocks of activations and cotangents, 128 x 128 blocks of weights.
+    "fp8_block": MatmulConfig(strategy=Block(128, (1, 2, 1), "float32")),
     "mxfp8": MatmulConfig(strategy=Block()),
+    "nvfp4": _nvfp4(),
+    "nvfp4_dynamic": _nvfp4(tensor_scale=True),
 }
 """`MatmulConfig`s by name, for policies of layers and for `nn.convert`."""

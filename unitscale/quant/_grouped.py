@@ -65,6 +65,10 @@ class GroupedCore(Core):
         x, seen = super().quantize(*args)
         return (dequantize(x) if self.per_slice else x), seen
 
+    def rotate(self, x: jax.Array, labels: str) -> jax.Array:
+        """Return ``x``: a group of tokens may belong to several matrices."""
+        return x
+
     def both_layouts(self, x: Any, which: int) -> tuple[Any, Any]:
         """Return the operand twice: the loops slice blocks of rows, whatever their layout."""
         return x, x

@@ -33,6 +33,7 @@ from ._config import Block, Dynamic, MatmulConfig, Static, Unit
 from ._lowering import Moved
 from ._quantize import (
     dequantize,
+    hadamard,
     needs_scale,
     quantize_at,
     quantize_dynamic,
@@ -201,7 +202,9 @@ def _quantize(
     fmt = format_of(name)
     to: Any = _cast if fmt.dtype is not None and fmt.dtype.itemsize == 1 else cast
     if config.dither and which == COTANGENT:
-        x = dithered(x, fmt.mantissa_bits)
+        nearest, to = to, lambda x, name: nearest(dithered(x, fmt), name)
+    if isinstance(strategy, Block):
+        strategy = strategy.of_operand(which)
     if isinstance(strategy, Static) and state is None:
         return quantize_at(x, name, strategy.scales[which], to), None
     if isinstance(strategy, Unit) or not needs_scale(fmt):
@@ -241,6 +244,31 @@ class Core:
         # Count axes from the end: grouped matrices have a leading dimension without a label.
         axes = tuple(axis - len(labels) for axis, c in enumerate(labels) if c in spec.summed)
         return _quantize(x, which, axes, self.config, state)
+
+    def requantizes(self, which: int) -> bool:
+        """Return whether an operand has another form in its backward matmul."""
+        config = self.config
+        if config is None:
+            return False
+        if which != RHS and (config.hadamard or config.wide_weight_gradient):
+            return True
+        strategy = config.strategy
+        return isinstance(strategy, Block) and strategy.of_operand(which).dims == 1
+
+    def for_backward(self, x: jax.Array, which: int, state: QuantState | None) -> Any:
+        """Return lhs or cotangent for the weight gradient, or rhs for the left gradient."""
+        spec, config = self.spec.grad_lhs if which == RHS else self.spec.grad_rhs, self.config
+        if which == RHS or config is None:
+            return self.quantize(x, which, state, spec)[0]
+        if config.wide_weight_gradient:
+            return x
+        if config.hadamard:
+            x = self.rotate(x, spec.lhs if which == LHS else spec.rhs)
+        return self.quantize(x, which, state, spec)[0]
+
+    def rotate(self, x: jax.Array, labels: str) -> jax.Array:
+        """Multiply an operand of the weight gradient by a Hadamard matrix."""
+        return hadamard(x, labels.index(self.spec.grad_rhs.summed[-1]))
 
     def multiply(
         self, lhs: Any, rhs: Any, groups: Any, spec: Contraction, factor: Any, dtype: Any
@@ -284,11 +312,11 @@ class Core:
         """Return the gradients of the operands, and statistics of the cotangent."""
         spec, like = self.spec, (_lowering.data_of(lhs), _lowering.data_of(rhs))
         left, seen = spec.grad_lhs, None
-        if self.per_slice:
+        if self.per_slice or self.requantizes(COTANGENT):
             for_lhs, rhs = _move_scale(cotangent, spec.out, rhs, spec.rhs)
             for_rhs, lhs = _move_scale(cotangent, spec.out, lhs, spec.lhs)
-            for_lhs, _ = self.quantize(for_lhs, COTANGENT, state, spec.grad_lhs)
-            for_rhs, _ = self.quantize(for_rhs, COTANGENT, state, spec.grad_rhs)
+            for_lhs, seen = self.quantize(for_lhs, COTANGENT, state, spec.grad_lhs)
+            for_rhs = self.for_backward(for_rhs, COTANGENT, state)
         else:
             quantized, seen = self.quantize(cotangent, COTANGENT, state, spec)
             for_lhs, for_rhs = self.both_layouts(quantized, COTANGENT)
@@ -319,6 +347,8 @@ def _move_scale(cotangent: Any, out: str, operand: Any, labels: str) -> tuple[An
     """
     if not is_scaled(operand) or operand.block_shape or operand.scale is None:
         return cotangent, operand
+    if operand.scale.ndim == 0:
+        return cotangent, operand
     scale = _scale_in_result(to_float(operand.scale), labels, out)
     return widen(cotangent) * scale, operand.data
 
@@ -330,12 +360,8 @@ def matmul(lhs, rhs, groups, multiplier, state, core):
 
 
 def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
-    lhs, saw_lhs = core.quantize(lhs, LHS, state, core.spec)
-    if core.names and core.config is not None:
-        lhs = jax.tree.map(_lowering.named, lhs)
-    rhs, saw_rhs = core.quantize(rhs, RHS, state, core.spec)
-    left, lhs = core.both_layouts(lhs, LHS)
-    rhs, right = core.both_layouts(rhs, RHS)
+    left, lhs, saw_lhs = _operands(core, lhs, LHS, state)
+    right, rhs, saw_rhs = _operands(core, rhs, RHS, state)
     factors = core.factors
     if multiplier is not None:
         factors = tuple(factor * multiplier for factor in factors)
@@ -345,6 +371,18 @@ def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     y = core.multiply(left, right, groups, spec, factors[0], core.out_dtype)
     own = [factor if isinstance(factor, jax.Array) else None for factor in factors[1:]]
     return y, (lhs, rhs, groups, state, (saw_lhs, saw_rhs), own)
+
+
+def _operands(core, x, which, state):
+    """Quantize an operand: return its forms in the forward and backward matmul, and statistics."""
+    name = core.names and core.config is not None and which == LHS
+    named = partial(jax.tree.map, _lowering.named) if name else lambda x: x
+    quantized, seen = core.quantize(x, which, state, core.spec)
+    quantized = named(quantized)
+    if core.requantizes(which):
+        return quantized, named(core.for_backward(x, which, state)), seen
+    first, second = core.both_layouts(quantized, which)
+    return *((second, first) if which == RHS else (first, second)), seen
 
 
 def _matmul_bwd(core, residuals, cotangent):
@@ -380,7 +418,8 @@ def contract(
 
         Each tensor is quantized once, and quantized operands are saved for the backward pass. With
         channel or block scales the cotangent is quantized separately for each backward matmul.
-        Before that, it is multiplied by the channel scales of the saved operand.
+        Before that, it is multiplied by the channel scales of the saved operand. With blocks in one
+        dimension (`Block`) all three tensors are quantized for each of their matmuls.
 
     Args:
         lhs: floating, with dimensions ``spec.lhs``.
@@ -460,9 +499,15 @@ class Multiplier:
         def constrain(data: jax.Array) -> jax.Array:
             return constrain_sharding(data, *((places or {}).get(label) for label in spec.rhs))
 
+        def on_mesh(x: Any) -> Any:
+            return x.map_data(constrain) if is_scaled(x) else constrain(x)
+
         quantized, self._seen = self._core.quantize(rhs, RHS, state, spec)
-        self._rhs = quantized.map_data(constrain) if is_scaled(quantized) else constrain(quantized)
-        self._right = self._rhs if forward is None else constrain(cast(rhs, forward))
+        self._rhs = self._right = on_mesh(quantized)
+        if forward is not None:
+            self._right = constrain(cast(rhs, forward))
+        if self._core.requantizes(RHS):
+            self._rhs = on_mesh(self._core.for_backward(rhs, RHS, state))
         self._transposed = _lowering.transposed_copy(self._rhs) if parts > 1 else None
 
     def __call__(self, lhs: jax.Array) -> tuple[jax.Array, Any]:
@@ -470,6 +515,8 @@ class Multiplier:
         core = self._core
         quantized, seen = core.quantize(lhs, LHS, self._state, core.spec)
         left = quantized if self._forward is None else cast(lhs, self._forward)
+        if core.requantizes(LHS):
+            quantized = core.for_backward(lhs, LHS, self._state)
         y = scaled_matmul(left, self._right, core.spec, core.factors[0], core.out_dtype)
         return y, (quantized, seen, lhs.dtype)
 

@@ -22,7 +22,7 @@ from ..core import (
     to_float,
     widen,
 )
-from ._config import Delayed, Dynamic, Static, Strategy, Unit, check_strategy
+from ._config import Block, Delayed, Dynamic, Static, Strategy, Unit, check_strategy
 
 MAX_EXPONENT = 126
 """Largest exponent of a scale (`tensor_scale`): 2**126 and 2**-126 are normal in float32."""
@@ -77,6 +77,11 @@ def quantize_dynamic(
     if isinstance(strategy, Dynamic):
         axes = summed if strategy.granularity == "channel" else None
         return quantize_at(x, dtype, tensor_scale(x, fmt, strategy.margin, axes), cast_data)
+    if not isinstance(strategy.dims, int):
+        raise ValueError(
+            "unitscale.quant.quantize: Block: dims must be 1 or 2 for a single tensor; got "
+            f"{strategy.dims}"
+        )
     sizes = [1] * x.ndim
     kept = [axis for axis in range(x.ndim) if axis not in summed]
     for axes in (summed, kept if strategy.dims == 2 else ()):
@@ -86,10 +91,50 @@ def quantize_dynamic(
     padded = jnp.pad(jnp.abs(widen(x)), pads) if pads else jnp.abs(widen(x))
     split = _split(padded, sizes)
     largest = jnp.max(split, axis=tuple(range(1, split.ndim, 2)), initial=0.0)
-    scale, blocks = _scale_from(largest, fmt, 0), tuple(sizes)
-    full = to_float(ScaledArray(x, scale, block_shape=blocks).full_scale)
-    data = cast_data(widen(x) * (1 / full), dtype)
-    return ScaledArray(data, cast(scale, strategy.scale_format), block_shape=blocks)
+    scale = _block_scale(largest, fmt, strategy)
+    full = to_float(ScaledArray(x, scale, block_shape=(blocks := tuple(sizes))).full_scale)
+    return ScaledArray(cast_data(widen(x) / full, dtype), scale, block_shape=blocks)
+
+
+def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
+    """Return the scale of each block for its amax."""
+    narrow = format_of(strategy.scale_format)
+    if narrow.name != "float8_e4m3fn":
+        return cast(_scale_from(largest, fmt, 0), narrow)
+    usable = (largest > 0) & (largest < jnp.inf)
+    unit = None
+    if strategy.tensor_scale:
+        whole = jnp.max(jnp.where(usable, largest, 0.0), initial=0.0) / narrow.max
+        unit = _scale_from(whole, fmt, 0)
+        largest = largest / unit
+    scale = jnp.maximum(largest / fmt.max, narrow.smallest_subnormal)
+    scale = lax.stop_gradient(cast(jnp.where(usable, scale, 1.0), narrow))
+    return scale if unit is None else widen(scale) * unit
+
+
+# Signs of the Hadamard matrix, fixed at random. One vector serves all matmuls and steps.
+_SIGNS = np.array([1, 1, -1, 1, -1, -1, -1, 1, 1, -1, -1, 1, 1, 1, -1, -1], np.float32)
+
+
+def hadamard(x: jax.Array, axis: int) -> jax.Array:
+    """Multiply groups along an axis by an orthogonal matrix with random signs; return float32.
+
+    A sum over the axis of products of two such arrays is the sum without the matrix. Groups have 16
+    elements, or the largest power of two below 16 that divides the axis.
+
+    References:
+        NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, arXiv 2509.25149, section 4.2.
+    """
+    size = math.gcd(x.shape[axis], len(_SIGNS))
+    index = np.arange(size)
+    parity = np.bitwise_count(index[:, None] & index) % 2
+    matrix = np.where(parity, -1, 1) * _SIGNS[:size, None] * size**-0.5
+    groups = jnp.moveaxis(widen(x), axis, -1)
+    shape = groups.shape
+    groups = groups.reshape(*shape[:-1], -1, size)
+    precision = lax.Precision.HIGHEST
+    groups = jnp.matmul(groups, matrix.astype(np.float32), precision=precision)
+    return jnp.moveaxis(groups.reshape(shape), -1, axis)
 
 
 def _split(x: jax.Array, sizes: list[int]) -> jax.Array:
