@@ -41,6 +41,9 @@ platform_name: "CUDA"
 device_description_str: "NVIDIA H200 141GB HBM3e"
 """
 
+_B200 = _TARGET.replace("major: 9", "major: 10").replace("core_count: 132", "core_count: 148")
+_B200 = _B200.replace("H200 141GB HBM3e", "B200") + "dnn_version_info { major: 9 minor: 12 }"
+
 # Speeds measured on an H200 with JAX 0.11.2: matmuls of 8,192 x 8,192, attention of GPT-2 small,
 # XLA's copy of 1 GB, and the smallest kernel. TF32, exact float32, float64, other arithmetic and
 # NVLink are 70 to 80% of the data sheet's speeds.
@@ -76,26 +79,30 @@ def h200_available() -> bool:
     return importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
-def h200_topology(devices: int = 1) -> topologies.TopologyDescription:
+def h200_topology(devices: int = 1, target: str = _TARGET) -> topologies.TopologyDescription:
     """Describe a host with this many H200s; use its `devices` for a `jax.sharding.Mesh`."""
     if not h200_available():
         packages = f'"jax-cuda13-plugin=={jax.__version__}" "nvidia-cuda-nvcc==13.*" nvidia-nvvm'
         raise ImportError(f"compiling for an H200 needs JAX's CUDA plugin: pip install {packages}")
     return topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology=f"1x{devices}x1", target_config=_TARGET
+        platform="cuda", topology_name="", topology=f"1x{devices}x1", target_config=target
     )
 
 
-def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax.stages.Compiled:
+def compile_h200(
+    f: Callable[..., Any], *args: Any, triton: bool = False, blackwell: bool = False
+) -> jax.stages.Compiled:
     """Compile a function for an H200, to inspect but not to call; needs `JAX_PLATFORMS=cpu`.
 
     Arguments are arrays or `jax.ShapeDtypeStruct`, on one H200 or sharded over `h200_topology`.
-    With `triton`, XLA may use Triton kernels for small matmuls.
+    With `triton`, XLA may use Triton kernels for small matmuls. With `blackwell`, compile for a
+    B200 instead.
     """
     # A new function object, so that JAX traces it again.
     untraced = functools.wraps(f)(lambda *args: f(*args))
     jitted: Any = f if hasattr(f, "lower") else jax.jit(untraced)
-    on_one = jax.sharding.SingleDeviceSharding(h200_topology().devices[0])
+    target, capability = (_B200, (10, 0)) if blackwell else (_TARGET, (9, 0))
+    on_one = jax.sharding.SingleDeviceSharding(h200_topology(target=target).devices[0])
 
     def placed(leaf: Any) -> Any:
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -104,14 +111,14 @@ def compile_h200(f: Callable[..., Any], *args: Any, triton: bool = False) -> jax
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_one)
 
     # Pretend to have the GPU, because the library and JAX choose attention kernels by it.
-    gpu = types.SimpleNamespace(compute_capability="9.0")
+    gpu = types.SimpleNamespace(compute_capability="{}.{}".format(*capability))
     backend = types.SimpleNamespace(
         platform="gpu", platform_version="cuda 13000", local_devices=lambda: [gpu]
     )
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
     devices = max((len(s.device_set) for s in shardings if s is not None), default=1)
     with (
-        cudnn_of((9, 0), 91200),
+        cudnn_of(capability, 91200),
         mock.patch.object(jax, "device_count", return_value=devices),
         mock.patch.object(jax, "default_backend", return_value="gpu"),
         mock.patch.object(jax.extend.backend, "get_backend", return_value=backend),

@@ -15,6 +15,7 @@ from jax import ShapeDtypeStruct as Spec, lax
 from recipes.bench.aot import compile_h200
 from tests.h200 import FP8_GEMM, gemms, library_calls
 from unitscale import ops
+from unitscale.nn import as_policy
 from unitscale.quant import (
     Block,
     Contraction,
@@ -199,6 +200,17 @@ def test_block_scales_need_a_later_gpu() -> None:
     program = compile_h200(matmul, *args, triton=True)  # else XLA refuses
     (matmul,) = check_fp8(program).lost
     assert matmul.reason.startswith("block scales")
+
+
+@pytest.mark.parametrize("preset", ["mxfp8", "nvfp4"])
+def test_blocks_are_multiplied_natively_on_blackwell(preset: str) -> None:
+    config = as_policy(preset).matmul
+    three = three_products(config, Contraction("btk", "kn", "btn"))
+    shapes = (4, 64, 128), (128, 256), (4, 64, 256)
+    args = [Spec(shape, BF16) for shape in shapes]
+    for blackwell, count in ((True, 3), (False, 0)):
+        program = compile_h200(lambda *args: three(*args)[:3], *args, blackwell=blackwell)
+        assert program.as_text().count('target="__cudnn$blockScaledDot"') == count
 
 
 def test_amax_reductions_and_roundings_are_counted() -> None:

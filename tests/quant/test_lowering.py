@@ -9,16 +9,20 @@ import numpy as np
 import pytest
 
 from tests.batching import compute
+from unitscale.nn import as_policy
 from unitscale.quant import (
     Block,
     Contraction,
     Dynamic,
     MatmulConfig,
     Unit,
+    _lowering,
     contract,
     scaled_matmul,
 )
 from unitscale.quant._lowering import Moved, both_layouts
+
+from .products import three_products
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 RNG = np.random.default_rng(0)
@@ -100,6 +104,45 @@ def test_layouts_do_not_change_a_matmul(
     assert "@LayoutConstraint" not in texts["tpu"]
     for found, expected in zip(results["gpu"], results["tpu"], strict=True):
         np.testing.assert_array_equal(np.float32(found), np.float32(expected))
+
+
+def test_kernels_for_blocks_multiply_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Blackwell, MXFP8 and NVFP4 operands go to `jax.nn.scaled_matmul` in its layout."""
+    calls = []
+
+    def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type):
+        calls.append((lhs.dtype, lhs_scales.shape[-1]))
+        pairs = (lhs, lhs_scales), (rhs, rhs_scales)
+        wide = [
+            jnp.float32(x) * jnp.repeat(jnp.float32(s), x.shape[-1] // s.shape[-1], -1)
+            for x, s in pairs
+        ]
+        return jnp.einsum("bmk,bnk->bmn", *wide).astype(preferred_element_type)
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    monkeypatch.setattr(_lowering, "gpu_capability", lambda: 10.0)
+    cases = [
+        ("mxfp8", DENSE, (2, 32, 64), (64, 96), 3),
+        ("nvfp4", DENSE, (2, 16, 32), (32, 48), 3),
+        ("nvfp4", EINSUM, (2, 16, 3, 32), (3, 32, 48), 3),
+        ("mxfp8", BATCHED, (4, 32, 64), (4, 64, 32), 3),
+        ("mxfp8", DENSE, (2, 8, 64), (64, 32), 2),  # the weight gradient sums over 8 tokens
+        ("nvfp4_dynamic", DENSE, (2, 16, 32), (32, 48), 0),
+        ("fp8_block", DENSE, (2, 128, 128), (128, 128), 0),
+    ]
+    for preset, spec, left, right, count in cases:
+        sizes = dict(zip(spec.lhs + spec.rhs, left + right, strict=True))
+        shapes = left, right, tuple(sizes[c] for c in spec.out)
+        operands = [jnp.float32(RNG.normal(size=shape)) for shape in shapes]
+        results, config = {}, as_policy(preset).matmul
+        for platform in ("tpu", "gpu"):
+            calls.clear()
+            on(platform, monkeypatch)
+            results[platform] = jax.jit(three_products(config, spec))(*operands)[:3]
+        assert len(calls) == count, preset
+        for found, expected in zip(results["gpu"], results["tpu"], strict=True):
+            size = float(jnp.linalg.norm(expected))
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 * size)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -54,6 +54,7 @@ from ._compat import (
     cudnn_accepts_float32 as cudnn_accepts_float32,
     cudnn_of as cudnn_of,
     custom_vjp as custom_vjp,
+    gpu_capability as gpu_capability,
     last_uses as last_uses,
     match_varying as match_varying,
     scan_counts as scan_counts,

@@ -9,6 +9,7 @@ from functools import update_wrapper
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax._src import core as jax_core, dtypes as jax_dtypes
 from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
@@ -58,6 +59,14 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
     return consts, carry
+
+
+def gpu_capability() -> float | None:
+    """Return the compute capability of the default NVIDIA GPU; None if it is another device."""
+    backend = jax.extend.backend.get_backend()
+    if "cuda" not in backend.platform_version:
+        return None
+    return float(getattr(backend.local_devices()[0], "compute_capability", "8.0"))
 
 
 @contextmanager

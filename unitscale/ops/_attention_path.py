@@ -10,7 +10,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from ..core import CONTEXT_AXES, TENSOR_AXES, axes_size
+from ..core import CONTEXT_AXES, TENSOR_AXES, axes_size, gpu_capability
 
 Implementation = Literal["auto", "plain", "chunked", "cudnn", "splash"]
 """Implementations of `dot_product_attention`."""
@@ -177,11 +177,11 @@ def whole_heads(*heads: int) -> bool | None:
 
 def _no_gpu() -> str | None:
     """Explain why the default backend lacks cuDNN's attention kernel; None if it has it."""
-    backend = jax.extend.backend.get_backend()
-    if "cuda" not in backend.platform_version:
-        return f"the default backend is {backend.platform}, not an NVIDIA GPU"
-    capability = getattr(backend.local_devices()[0], "compute_capability", "8.0")
-    return None if float(capability) >= 8 else f"this GPU has compute capability {capability} < 8.0"
+    capability = gpu_capability()
+    if capability is None:
+        platform = jax.extend.backend.get_backend().platform
+        return f"the default backend is {platform}, not an NVIDIA GPU"
+    return None if capability >= 8 else f"this GPU has compute capability {capability} < 8.0"
 
 
 def _unknown_devices() -> str | None:

@@ -4,6 +4,7 @@ None of them changes a result. They depend on the backend on which a program is 
 programs small.
 """
 
+import math
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core import ScaledArray, is_float8, is_scaled, widen
+from ..core import ScaledArray, gpu_capability, is_float8, is_scaled, widen
 
 
 def dot(
@@ -43,6 +44,63 @@ def dot(
         return multiply(lhs, rhs, dimension_numbers)
     lhs, rhs = (x.reshape(-1, *x.shape[count:]) for x in (lhs, rhs))
     return multiply(lhs, rhs, (((0,), (0,)), ((), ())))
+
+
+# Elements per block of the formats that NVIDIA's block-scaled kernels multiply: data and scale.
+_BLOCK_SIZES = {
+    ("float8_e4m3fn", "float8_e8m0fnu"): 32,
+    ("float8_e5m2", "float8_e8m0fnu"): 32,
+    ("float4_e2m1fn", "float8_e4m3fn"): 16,
+}
+
+
+def block_scaled_dot(
+    lhs: Any, rhs: Any, spec: Any, order: list[str], out_dtype: Any
+) -> jax.Array | None:
+    """Multiply MXFP8 or NVFP4 operands with cuDNN's kernel; return None if it does not apply.
+
+    The kernel needs an NVIDIA GPU from compute capability 10.0 (Blackwell), and both operands in
+    whole blocks along the same summed dimension. Blocks may be square. The result has the
+    dimensions ``order`` (batch, other ones of lhs, other ones of rhs), in bfloat16 or float32.
+
+    Programs were compiled for a B200 with jax 0.11.2, but never run.
+    """
+    if jax.default_backend() != "gpu" or (gpu_capability() or 0) < 10:
+        return None
+    sides = ((lhs, spec.lhs), (rhs, spec.rhs))
+    along = {_blocked_label(x, labels, spec.summed) for x, labels in sides}
+    if None in along or len(along) > 1:
+        return None
+    (last,) = along
+    batch = [c for c in order if c in spec.lhs and c in spec.rhs]
+    operands, scales = [], []
+    for x, labels in sides:
+        scale = x.scale
+        for axis, size in enumerate(x.block_shape):
+            if labels[axis] != last and size > 1:
+                scale = jnp.repeat(scale, size, axis, total_repeat_length=x.shape[axis])
+        other = [c for c in order if c in labels and c not in batch]
+        summed = [c for c in spec.summed if c != last] + [last]
+        permutation = [labels.index(c) for c in (*batch, *other, *summed)]
+        for array, moved in ((x.data, operands), (scale, scales)):
+            array = lax.transpose(array, permutation)
+            rows = array.shape[len(batch) : len(batch) + len(other)]
+            shape = math.prod(array.shape[: len(batch)]), math.prod(rows), -1
+            moved.append(array.reshape(shape))
+    dtype = jnp.bfloat16 if out_dtype == jnp.bfloat16 else jnp.float32
+    y = jax.nn.scaled_matmul(*operands, *scales, preferred_element_type=dtype)
+    sizes = dict(zip(spec.lhs + spec.rhs, lhs.shape + rhs.shape, strict=True))
+    return y.reshape([sizes[c] for c in order])
+
+
+def _blocked_label(x: Any, labels: str, summed: str) -> str | None:
+    """Return the summed label along which an operand has blocks; None if no kernel takes them."""
+    if not is_scaled(x) or not x.block_shape or any(jax.typeof(x.data).sharding.spec):
+        return None
+    wanted = _BLOCK_SIZES.get((x.dtype.name, x.scale.dtype.name))
+    blocks = zip(labels, x.block_shape, x.shape, strict=True)
+    found = [c for c, size, n in blocks if c in summed and size == wanted and n % size == 0]
+    return found[0] if len(found) == 1 else None
 
 
 def isolate(

@@ -115,8 +115,16 @@ def scaled_matmul(
         XLA compiles to a single GEMM kernel. Scales that vary along a summed dimension, such as
         block scales, multiply the data before the dot. float16 and float32 results are multiplied
         in the accumulator and rounded once; bfloat16 results are multiplied after rounding. If
-        factor * lhs.scale * rhs.scale is less than 2^-126, the result is 0.
+        factor * lhs.scale * rhs.scale is less than 2^-126, the result is 0. MXFP8 and NVFP4
+        operands stay in 8 and 4 bits where the GPU multiplies them (from sm_100).
     """
+    batch = [c for c in spec.lhs if c in spec.rhs and c in spec.out]
+    free = [c for labels in (spec.lhs, spec.rhs) for c in labels if c not in (*batch, *spec.summed)]
+    order = [(batch + free).index(c) for c in spec.out]
+    out_dtype = jnp.dtype(out_dtype)
+
+    if (y := _lowering.block_scaled_dot(lhs, rhs, spec, batch + free, out_dtype)) is not None:
+        return narrow(lax.transpose(y, order) * factor, out_dtype)
     operands, scales = [], []
     for x, labels in ((lhs, spec.lhs), (rhs, spec.rhs)):
         if x.ndim != len(labels):
@@ -134,7 +142,7 @@ def scaled_matmul(
             scales.append(_scale_in_result(to_float(scale), labels, spec.out))
 
     left, right = operands
-    dtype, out_dtype = result_dtype(left, right), jnp.dtype(out_dtype)
+    dtype = result_dtype(left, right)
     if left.dtype != right.dtype and max(left.dtype.itemsize, right.dtype.itemsize) > 1:
         left, right = left.astype(dtype), right.astype(dtype)  # two 8-bit types stay as they are
     accumulator = out_dtype
@@ -144,15 +152,12 @@ def scaled_matmul(
         wide = wide_dtype(dtype), wide_dtype(out_dtype)
         accumulator = max(wide, key=lambda dtype: dtype.itemsize)
 
-    batch = [c for c in spec.lhs if c in spec.rhs and c in spec.out]
-    free = [c for labels in (spec.lhs, spec.rhs) for c in labels if c not in (*batch, *spec.summed)]
     numbers = tuple(
         tuple(tuple(map(labels.index, group)) for labels in (spec.lhs, spec.rhs))
         for group in (spec.summed, batch)
     )
     sharding = _lowering.output_sharding(left, right, spec, batch + free)
     y = _lowering.dot(left, right, numbers, accumulator, sharding)
-    order = [(batch + free).index(c) for c in spec.out]
     y = y if order == sorted(order) else lax.transpose(y, order)
 
     if not scales and not isinstance(factor, jax.Array):
