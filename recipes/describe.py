@@ -94,7 +94,12 @@ def _gradient_bytes(config: RunConfig, params: Any) -> int:
 
 
 def bytes_of(tree: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Count the bytes of arrays. XLA packs two 4-bit numbers into a byte."""
+
+    def bits(dtype: Any) -> int:
+        return 4 if dtype == jnp.float4_e2m1fn else 8 * dtype.itemsize
+
+    return sum(math.prod(x.shape) * bits(x.dtype) // 8 for x in jax.tree.leaves(tree))
 
 
 def _shortened(config: RunConfig) -> list[RunConfig]:

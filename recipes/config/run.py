@@ -90,8 +90,8 @@ class PrecisionConfig(Section):
     """Rounding of stored weights and moments."""
     min_size: Whole = 0
     """Parameters with fewer elements, and their moments, stay in float32."""
-    frozen: NarrowFormat | None = None
-    """Storage format of weights that LoRA freezes, scaled per output; null for the policy's."""
+    frozen: NarrowFormat | Literal["float4_e2m1fn"] | None = None
+    """Storage format of weights that LoRA freezes (8 or 4 bits); null for the policy's."""
     exchange: Format | None = None
     """Format in which devices exchange gradients; null to let XLA choose."""
     gradients: Literal["bfloat16", "float8_e4m3fn", "float8_e5m2"] | None = None

@@ -14,9 +14,9 @@ import numpy as np
 from flax import nnx
 from pydantic import BaseModel, Field
 
-from unitscale import ScaledArray, to_array
+from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.core import is_scaled
-from unitscale.quant import Dynamic, quantize
+from unitscale.quant import Block, Dynamic, quantize
 
 from ..config import Count, Flag, GPTModelConfig, LoraConfig, Positive
 from ..errors import RecipeError, refused
@@ -37,19 +37,30 @@ class Frozen(nnx.Variable):
 
 
 class NarrowLinear(nnx.Module):
-    """A linear layer with a kernel in FP8: that of a file, or one with a scale per output."""
+    """A linear layer with a kernel in 8 or 4 bits.
+
+    A kernel in FP8 is that of a file, or has a scale per output. One in E2M1 has a scale in E4M3
+    per block of 16 inputs, and a power of two per layer, which multiplies the output.
+    """
 
     def __init__(self, layer: nnx.Linear, dtype: str):
         self.dtype = layer.dtype
-        kernel = layer.kernel.get_value()
+        kernel, scale = layer.kernel.get_value(), None
         if not (is_scaled(kernel) and kernel.dtype == dtype):
             wide = jnp.asarray(to_array(kernel), jnp.float32)
-            kernel = quantize(wide, dtype, Dynamic("channel"), axis=0)
-        self.kernel = Frozen(kernel)
+            if dtype == "float4_e2m1fn":
+                unit = as_scaled(wide)
+                scale = Frozen(unit.scale)
+                kernel = quantize(unit.data, dtype, Block(16, scale_format="e4m3fn"), axis=0)
+            else:
+                kernel = quantize(wide, dtype, Dynamic("channel"), axis=0)
+        self.kernel, self.scale = Frozen(kernel), scale
         self.bias = layer.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = _widened_matmul(x.astype(self.dtype), self.kernel.get_value())
+        if self.scale is not None:
+            y = y * self.scale.get_value().astype(y.dtype)
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
 

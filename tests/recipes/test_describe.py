@@ -87,6 +87,9 @@ def test_frozen_weights_are_counted(tmp_path: Path) -> None:
     other = describe(load_config(lora, [*words, "precision.frozen=null", "model.remat=none"]))
     assert kernels / 2 < other.total.frozen - facts.total.frozen < kernels
     assert other.total.activations > 2 * facts.total.activations
+    half = describe(load_config(lora, [*words, "precision.frozen=float4_e2m1fn"]))
+    assert half.total.frozen < facts.total.frozen
+    assert bytes_of([jnp.ones(6, jnp.float4_e2m1fn), jnp.ones(2, jnp.float8_e4m3fn)]) == 3 + 2
 
 
 @SLOW

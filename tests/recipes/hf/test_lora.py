@@ -306,6 +306,23 @@ def test_a_base_in_fp8(base: str, bits: int) -> None:
     assert saved == {base}
 
 
+def test_a_base_in_4_bits() -> None:
+    """Rounded to half a step of E2M1 at the scale of each block of 16 inputs."""
+    whole: Any = load(FIXTURES / "llama3").model
+    base = adapted("llama3", base="float4_e2m1fn")
+    layer, exact = (m.layers[0].attention.out for m in (base, whole))
+    exact, kernel = np.asarray(exact.kernel[...], np.float64), layer.kernel.get_value()
+    assert (kernel.dtype, kernel.scale.dtype) == (jnp.float4_e2m1fn, jnp.float8_e4m3fn)
+    assert kernel.scale.shape == (-(-exact.shape[0] // 16), exact.shape[1])
+    unit = float(layer.scale.get_value())
+    rounded = unit * np.asarray(kernel.value, np.float64)
+    step = unit * np.asarray(kernel.full_scale, np.float64)
+    assert (np.abs(rounded - exact) <= np.maximum(np.abs(exact) / 4, step / 4) * 1.001).all()
+    x = np.random.default_rng(0).normal(size=(5, 24)).astype(np.float32)
+    expected = x @ rounded + np.asarray(layer.bias.get_value())
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, atol=1e-5)
+
+
 @functools.cache
 def updated(name: str) -> Any:
     """Make a model with random updates, none of them zero."""
