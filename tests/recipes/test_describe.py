@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
