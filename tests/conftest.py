@@ -11,6 +11,7 @@ from tests.compilation import cache_folder, xla_flags
 # Before jax and NumPy are imported. A value that the user has set wins:
 # `JAX_PLATFORMS=cuda pytest -m gpu`.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Compiled programs are kept, for all workers and for the next run; see `tests.compilation`.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -18,7 +18,7 @@ from ..config import (
     Whole,
 )
 from ..errors import RecipeError
-from ..run.folder import earlier_run, is_run
+from ..run.folder import downloaded, earlier_run, is_run
 
 Column = Whole | Annotated[str, Strict(), Field(min_length=1)]  # a position or a name
 
@@ -96,7 +96,7 @@ class FinetuneConfig(RunConfig):
     recipe: Literal["finetune"]
     """Name of the recipe."""
     init: str
-    """Folder to start from: a run of recipe bert, or a Hugging Face encoder."""
+    """Run of recipe bert, or Hugging Face folder or name (org/model), to start from."""
     task: Literal["squad", "classification"]
     """Extractive question answering, or sentence classification."""
     data: DataConfig = Field()
@@ -107,6 +107,11 @@ class FinetuneConfig(RunConfig):
     """Keys of task classification."""
     dropout: Fraction | None = None
     """Dropout rate; null for that of init."""
+
+    @classmethod
+    def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        init = tree.get("init")
+        return tree | {"init": downloaded(init)} if isinstance(init, str) else tree
 
     @property
     def loss_unit(self) -> str:

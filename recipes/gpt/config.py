@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from ..config import TOKENIZER_FILE, GPTModelConfig, LanguageConfig, LoraConfig, filled_from
-from ..run.folder import earlier_run, is_run, with_kept_scan
+from ..run.folder import downloaded, earlier_run, is_run, with_kept_scan
 
 
 class GPTConfig(LanguageConfig):
@@ -20,7 +20,7 @@ class GPTConfig(LanguageConfig):
     model: GPTModelConfig = GPTModelConfig()
     """The shape of the model."""
     init: str | None = None
-    """Folder of a run of this recipe, or Hugging Face folder, to start from; null for none."""
+    """Run of this recipe, Hugging Face folder or name (org/model) to start from; null for none."""
     lora: LoraConfig | None = None
     """Low-rank updates to train instead of the weights in init; null to train the weights."""
 
@@ -29,6 +29,8 @@ class GPTConfig(LanguageConfig):
         init = tree.get("init")
         if not isinstance(init, str):
             return tree
+        init = downloaded(init)
+        tree = tree | {"init": init}
         if is_run(init) or not (Path(init) / "config.json").is_file():
             return earlier_run(init, cls, other=", or a Hugging Face folder").passed_on(tree)
         from ..hf import shape_of_decoder  # noqa: PLC0415  (it imports JAX)

@@ -48,16 +48,34 @@ def is_run(folder: str | Path) -> bool:
     return (Path(folder) / CONFIG).is_file()
 
 
+def downloaded(init: str) -> str:
+    """Return the folder of a model on the Hugging Face Hub, such as org/name; paths unchanged.
+
+    It is downloaded unless it is in the cache of `huggingface_hub`.
+    """
+    path = Path(init)
+    is_path = path.exists() or Path(path.parts[0]).is_dir() or path.parts[0] in ("runs", "configs")
+    if is_path or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", init) or path.suffix == ".yaml":
+        return init
+    hub = importlib.import_module("huggingface_hub")  # slow to import; tokenizers needs it
+    try:
+        return hub.snapshot_download(init, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise RecipeError(
+            f"init: expected a folder, or a model that can be downloaded; got {init}: {reason}; "
+            f"run `hf download {init} --local-dir {path.name}` where there is a network (`hf auth "
+            f"login` first if the model has a license to accept), and set init={path.name}"
+        ) from error
+
+
 def similar(path: Path, *folders: Path) -> str:
-    """Suggest a path like one that does not exist, or how to download a model; "" if neither."""
+    """Suggest a path like one that does not exist; "" if there is none."""
     near = [found for folder in (path.parent, *folders) for found in folder.glob("[!.]*")]
     names = [found.name for found in near if found.suffix == ".yaml" or found.is_dir()]
     cutoff = 0.0 if path.parent.name == "runs" else 0.5
-    if close := difflib.get_close_matches(path.name, names, 1, cutoff):
-        return f"; did you mean {path.parent / close[0]}?"
-    if len(path.parts) != 2 or path.suffix == ".yaml" or path.parts[0] in ("runs", "configs"):
-        return ""
-    return f"; to download a model, `hf download {path} --local-dir {path.name}`"
+    close = difflib.get_close_matches(path.name, names, 1, cutoff)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -43,7 +43,7 @@ WRONG = [
     (["images.x=3"], r"images\.x is not a key of the config"),
     (["classification={}"], r"is not a key of this recipe; recipes that have it: finetune"),
     (["init=runs/x"], r"got runs/x; train one, such as `python -m recipes train gpt/quickstart"),
-    (["init=org/Some-1B"], r"to download a model, `hf download org/Some-1B --local-dir Some-1B`"),
+    (["init=org/Some-1B"], r"init: .*got org/Some-1B: .*`hf download org/Some-1B --local-dir Some"),
     (["mesh={data:"], r"'mesh=\{data:'.*not valid YAML.*in quotes, as in 'mesh=\{data: 4, fsdp"),
     (["optimizer.b2=1.5"], r"b2 .*expected less than 1; got 1\.5"),
     (["precision=fp9"], r"precision\.policy .*'fp8'.*; got 'fp9'"),

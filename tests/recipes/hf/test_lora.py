@@ -20,7 +20,7 @@ from recipes.cli import main
 from recipes.config import LoraConfig
 from recipes.errors import RecipeError
 from recipes.hf import Frozen, adapt, chat_prompt, load, save_adapter, start_from, updated_tensors
-from recipes.registry import load_config
+from recipes.registry import CONFIGS, load_config
 from recipes.run.state import load_trained
 from recipes.text import SubwordTokenizer
 
@@ -85,6 +85,18 @@ def test_generation_from_a_folder(tmp_path: Path, capsys: Captured) -> None:
     assert ids.size == prompt.size + 6
     likeliest = np.argmax(logits[0], axis=-1)
     np.testing.assert_array_equal(ids[prompt.size :], likeliest[prompt.size - 1 : -1])
+
+
+def test_a_name_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, **options: Any) -> str:
+        assert name == "org/llama3"
+        return str(FIXTURES / "llama3")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    config: Any = load_config(
+        CONFIGS / "llama" / "lora.yaml", ["init=org/llama3", "data.sequence_length=16"]
+    )
+    assert (config.init, config.model.width) == (str(FIXTURES / "llama3"), 16)
 
 
 def test_the_shape_is_that_of_the_folder() -> None:
