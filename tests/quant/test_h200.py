@@ -202,6 +202,17 @@ def test_block_scales_need_a_later_gpu() -> None:
     assert matmul.reason.startswith("block scales")
 
 
+@pytest.mark.parametrize(("accumulation", "count"), [("fast_forward", 2), ("exact", 3)])
+def test_exact_accumulation_keeps_the_kernels(accumulation: str, count: int) -> None:
+    config = MatmulConfig(accumulation=accumulation)
+    three = three_products(config, Contraction("btk", "kn", "btn"))
+    args = [Spec(shape, BF16) for shape in ((4, 64, 128), (128, 256), (4, 64, 256))]
+    text = compile_h200(lambda *args: three(*args)[:3], *args).as_text()
+    kernels = [line for line in text.splitlines() if f'target="{FP8_GEMM}"' in line]
+    assert len(kernels) == 3
+    assert sum('"HIGHEST"' in line for line in kernels) == count
+
+
 @pytest.mark.parametrize("preset", ["mxfp8", "nvfp4"])
 def test_blocks_are_multiplied_natively_on_blackwell(preset: str) -> None:
     config = as_policy(preset).matmul

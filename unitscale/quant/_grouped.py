@@ -79,6 +79,7 @@ class GroupedCore(Core):
         """Multiply each row of ``lhs`` by its group's matrix; rows of no group are undefined."""
         total = lhs.shape[0]
         blocks, size = _blocks(groups, total)
+        exact = self.exact(forward=spec.out == self.spec.out)
         rows, matrices = _padded(lhs, size), _scaled(rhs)
         columns = rhs.shape[1 + spec.rhs.index(spec.out[1])]
 
@@ -86,7 +87,7 @@ class GroupedCore(Core):
             start, group = blocks.start[i], blocks.group[i]
             block = rows.map_data(lambda x: lax.dynamic_slice_in_dim(x, start, size))
             matrix = matrices.map_data(lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False))
-            y = scaled_matmul(block, matrix, spec, factor, dtype)
+            y = scaled_matmul(block, matrix, spec, factor, dtype, exact=exact)
             # Rows written here beyond the end of the group are overwritten by the next block.
             return lax.dynamic_update_slice_in_dim(out, y, start, axis=0)
 
@@ -109,7 +110,8 @@ class GroupedCore(Core):
                 return jnp.where(inside, rows, jnp.zeros_like(rows))
 
             operands = left.map_data(own), right.map_data(own)
-            more = scaled_matmul(*operands, self.spec.grad_rhs, factor, out.dtype)
+            exact = self.exact(forward=False)
+            more = scaled_matmul(*operands, self.spec.grad_rhs, factor, out.dtype, exact=exact)
             more += lax.dynamic_index_in_dim(out, group, keepdims=False)
             return lax.dynamic_update_index_in_dim(out, more, group, axis=0)
 

@@ -19,15 +19,24 @@ from ..core import ScaledArray, gpu_capability, is_float8, is_scaled, widen
 
 
 def dot(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, dtype: Any, sharding: Any
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    dtype: Any,
+    sharding: Any,
+    exact: bool = False,
 ) -> jax.Array:
     """Call `lax.dot_general` with result ``dtype``, in a form that is fast on CPUs.
+
+    XLA accumulates FP8 matmuls fast unless the precision is "highest" (``exact``).
 
     XLA's CPU backend has no kernel for bfloat16 x bfloat16 -> float32 in some layouts: operands are
     widened. For a sum over several leading dimensions, as in a weight gradient, it would transpose
     the left operand, which takes as long as the matmul: these dimensions are merged.
     """
     multiply = partial(lax.dot_general, preferred_element_type=dtype, out_sharding=sharding)
+    if exact and lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
+        multiply = partial(multiply, precision=lax.Precision.HIGHEST)
     (summed, other), (batch, _) = dimension_numbers
     count = len(summed)
     # Do not merge with several devices: each dimension may be sharded over its own mesh axis.

@@ -107,8 +107,12 @@ def scaled_matmul(
     spec: Contraction,
     factor: float | jax.Array,
     out_dtype: Any,
+    *,
+    exact: bool = False,
 ) -> jax.Array:
     """Return ``factor * einsum(lhs, rhs)`` in ``out_dtype``, accumulated in float32.
+
+    ``exact`` is for FP8 on Hopper GPUs (`MatmulConfig`, accumulation).
 
     Scaling:
         dot(lhs.data, rhs.data) * (factor * lhs.scale * rhs.scale): one dot and one multiply, which
@@ -157,7 +161,7 @@ def scaled_matmul(
         for group in (spec.summed, batch)
     )
     sharding = _lowering.output_sharding(left, right, spec, batch + free)
-    y = _lowering.dot(left, right, numbers, accumulator, sharding)
+    y = _lowering.dot(left, right, numbers, accumulator, sharding, exact)
     y = y if order == sorted(order) else lax.transpose(y, order)
 
     if not scales and not isinstance(factor, jax.Array):
@@ -280,7 +284,13 @@ class Core:
     ) -> jax.Array:
         """Run the forward matmul, or that of the left gradient. ``groups`` are sizes of groups."""
         del groups
-        return scaled_matmul(lhs, rhs, spec, factor, dtype)
+        exact = self.exact(forward=spec.out == self.spec.out)
+        return scaled_matmul(lhs, rhs, spec, factor, dtype, exact=exact)
+
+    def exact(self, *, forward: bool) -> bool:
+        """Return whether a matmul accumulates exactly (`MatmulConfig`)."""
+        how = "fast" if self.config is None else self.config.accumulation
+        return how == "exact" or (how == "fast_forward" and not forward)
 
     def both_layouts(self, x: Any, which: int) -> tuple[Any, Any]:
         """Return a quantized operand for its two matmuls; for the second it may be `Moved`.
@@ -302,7 +312,7 @@ class Core:
         if isinstance(lhs, Moved):  # XLA would merge matmuls and copy their operands together
             lhs, cotangent = jax.lax.optimization_barrier((lhs, cotangent))
         lhs, cotangent = _lowering.operand_of(lhs), _lowering.operand_of(cotangent)
-        return scaled_matmul(lhs, cotangent, spec, factor, dtype)
+        return scaled_matmul(lhs, cotangent, spec, factor, dtype, exact=self.exact(forward=False))
 
     def differentiate(
         self,
@@ -522,7 +532,7 @@ class Multiplier:
         left = quantized if self._forward is None else cast(lhs, self._forward)
         if core.requantizes(LHS):
             quantized = core.for_backward(lhs, LHS, self._state)
-        y = scaled_matmul(left, self._right, core.spec, core.factors[0], core.out_dtype)
+        y = core.multiply(left, self._right, None, core.spec, core.factors[0], core.out_dtype)
         return y, (quantized, seen, lhs.dtype)
 
     def gradients(
