@@ -162,6 +162,11 @@ def test_scales_of_blocks_in_e4m3() -> None:
             assert not np.any(np.float32(one.value))
             np.testing.assert_allclose(np.float32(two.scale), top / 6, rtol=2**-4)
         assert (one.scale.dtype, two.scale.dtype) == (jnp.float8_e4m3fn, jnp.float32)
+    x[0, 3], x[2, 20] = np.nan, np.inf  # E2M1 has neither, so the scale of their block is NaN
+    for q in [*run(x), quantize(x, "e2m1", Block(16))]:
+        broken = np.isnan(np.float32(q.value)).reshape(4, 2, 16)
+        np.testing.assert_array_equal(broken.all(-1), [[1, 0], [0, 0], [0, 1], [0, 0]])
+        np.testing.assert_array_equal(broken.any(-1), broken.all(-1))
     exact = dequantize(one)
     assert exact.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.float32(exact), np.float32(one.value))

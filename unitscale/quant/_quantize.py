@@ -97,18 +97,21 @@ def quantize_dynamic(
 
 
 def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
-    """Return the scale of each block for its amax."""
-    narrow = format_of(strategy.scale_format)
-    if narrow.name != "float8_e4m3fn":
-        return cast(_scale_from(largest, fmt, 0), narrow)
-    usable = (largest > 0) & (largest < jnp.inf)
-    unit = None
-    if strategy.tensor_scale:
-        whole = jnp.max(jnp.where(usable, largest, 0.0), initial=0.0) / narrow.max
-        unit = _scale_from(whole, fmt, 0)
-        largest = largest / unit
-    scale = jnp.maximum(largest / fmt.max, narrow.smallest_subnormal)
-    scale = lax.stop_gradient(cast(jnp.where(usable, scale, 1.0), narrow))
+    """Return the scale of each block for its amax; NaN if data could not store NaN or infinity."""
+    scale_format = format_of(strategy.scale_format)
+    finite, unit = jnp.isfinite(largest), None
+    if scale_format.name != "float8_e4m3fn":
+        scale = _scale_from(largest, fmt, 0)
+    else:
+        if strategy.tensor_scale:
+            whole = jnp.max(jnp.where(finite, largest, 0.0), initial=0.0)
+            unit = _scale_from(whole / scale_format.max, fmt, 0)
+            largest = largest / unit
+        scale = jnp.maximum(largest / fmt.max, scale_format.smallest_subnormal)
+        scale = jnp.where(finite & (largest > 0), scale, 1.0)
+    if not fmt.has_nan:
+        scale = jnp.where(finite, scale, jnp.nan)
+    scale = lax.stop_gradient(cast(scale, scale_format))
     return scale if unit is None else widen(scale) * unit
 
 
