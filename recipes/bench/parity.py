@@ -4,7 +4,8 @@
     python -m recipes bench parity --rounding --data TEXT
 
 Trains `configs/gpt/parity.yaml` in each format, on each text and with each seed, without a loss
-scale. Underflow is counted in the first float16 run and in a plain `flax.nnx` run. `--rounding`
+scale. All runs start from weights that are rounded to E4M3: rounding the weights is like drawing
+others, and runs of the same seed would differ as much as runs of different seeds. Underflow is counted in the first float16 run and in a plain `flax.nnx` run. `--rounding`
 evaluates and differentiates the trained float32 models with some matmuls in FP8 and the rest in
 bfloat16.
 """
@@ -63,7 +64,8 @@ def main(
     """Print validation loss by number format, and gradients that underflow in float16."""
     told = runs.Told(config, overrides, seeds, fresh, data, jobs)
     names = ["float32", *runs.listed(policies)]
-    variants = {name: SPECIAL.get(name, (f"precision.policy={name}",)) for name in names}
+    start = "precision.initial=float8_e4m3fn"
+    variants = {n: (start, *SPECIAL.get(n, (f"precision.policy={n}",))) for n in names}
     if rounding:
         exact = runs.compare({"float32": variants["float32"]}, told).configs["float32"]
         return runs.publish("parity", [by_operand(exact)], json)

@@ -94,6 +94,8 @@ class PrecisionConfig(Section):
     """Storage format of weights that LoRA freezes (8 or 4 bits); null for the policy's."""
     exchange: Format | None = None
     """Format in which devices exchange gradients; null to let XLA choose."""
+    initial: NarrowFormat | None = None
+    """Round initial weights of dense layers to it, to compare formats from the same function."""
     gradients: Literal["bfloat16", "float8_e4m3fn", "float8_e5m2"] | None = None
     """Storage format of gradients (see unitscale.value_and_grad); null for float32."""
     loss_scale: Positive | Literal["dynamic"] | None = None

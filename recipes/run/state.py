@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from unitscale import as_scaled, nn, optim, to_array
+from unitscale import as_scaled, cast, nn, optim, to_array
 from unitscale.core import is_scaled
 from unitscale.nn import AmaxState, Overflow, OverflowMonitor
 from unitscale.parallel import AutoScale
@@ -274,6 +274,11 @@ class TrainState(NamedTuple):
 def build_model(config: RunConfig) -> nnx.Module:
     """Build the model of a config, and set the policies of single layers."""
     model = recipe_of(config).build(config)
+    if config.precision.initial is not None:
+        for _, layer in nnx.iter_modules(model):
+            if isinstance(layer, nn.Dense):
+                kernel = layer.kernel.get_value()
+                layer.kernel.set_value(cast(kernel, config.precision.initial).astype(kernel.dtype))
     try:
         nn.set_policies(model, config.precision.layers)
     except ValueError as error:
