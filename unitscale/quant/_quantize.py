@@ -131,7 +131,7 @@ def hadamard(x: jax.Array, axis: int) -> jax.Array:
     size = math.gcd(x.shape[axis], len(_SIGNS))
     index = np.arange(size)
     parity = np.bitwise_count(index[:, None] & index) % 2
-    matrix = np.where(parity, -1, 1) * _SIGNS[:size, None] * size**-0.5
+    matrix = np.where(parity, -1, 1) * _SIGNS[:size, None] / np.sqrt(size)
     groups = jnp.moveaxis(widen(x), axis, -1)
     shape = groups.shape
     groups = groups.reshape(*shape[:-1], -1, size)
