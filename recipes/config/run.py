@@ -348,9 +348,10 @@ class RunConfig(Section):
             raise ValueError("precision.frozen needs lora, and precision.scalify null")
         if precision.exchange is not None and self.mesh is None:
             raise ValueError("precision.exchange needs mesh; got mesh null; set mesh.data")
-        if precision.exchange and (mesh.fsdp * mesh.context * mesh.tensor > 1 or precision.scalify):
+        others = mesh.context * mesh.tensor > 1 or (mesh.fsdp > 1 and mesh.data > 1)
+        if precision.exchange and (others or precision.scalify):
             raise ValueError(
-                "precision.exchange needs mesh.fsdp, context and tensor 1, precision.scalify null"
+                "precision.exchange needs a mesh of data or fsdp alone, precision.scalify null"
             )
         parts = mesh.data * mesh.fsdp * self.data.micro_batches
         if self.data.batch_size % parts:
