@@ -348,11 +348,13 @@ class RunConfig(Section):
             raise ValueError("precision.frozen needs lora, and precision.scalify null")
         if precision.exchange is not None and self.mesh is None:
             raise ValueError("precision.exchange needs mesh; got mesh null; set mesh.data")
-        others = mesh.context * mesh.tensor > 1 or (mesh.fsdp > 1 and mesh.data > 1)
-        if precision.exchange and (others or precision.scalify):
+        shared = max(mesh.data, mesh.fsdp) < mesh.data * mesh.fsdp * mesh.context * mesh.tensor
+        if precision.exchange and (shared or precision.scalify):
             raise ValueError(
                 "precision.exchange needs a mesh of data or fsdp alone, precision.scalify null"
             )
+        if precision.exchange == "float16" and mesh.fsdp > 1:
+            raise ValueError("precision.exchange over mesh.fsdp needs bfloat16 or 8 bits")
         parts = mesh.data * mesh.fsdp * self.data.micro_batches
         if self.data.batch_size % parts:
             raise ValueError(
@@ -376,6 +378,11 @@ class RunConfig(Section):
             raise ValueError(
                 "precision.scalify and precision.matmuls are for plain models of recipes gpt, "
                 "images and finetune; set both null, and precision.policy instead"
+            )
+        if library == "plain" and precision.exchange and mesh.fsdp > 1 and not precision.matmuls:
+            raise ValueError(
+                "precision.exchange over mesh.fsdp needs a unitscale model or precision.matmuls; "
+                "set precision.exchange null"
             )
         if library and precision.scalify and precision.policy != "float32":
             raise ValueError(f"precision.scalify needs policy float32; got {precision.policy}")
