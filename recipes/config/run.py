@@ -353,8 +353,6 @@ class RunConfig(Section):
             raise ValueError(
                 "precision.exchange needs a mesh of data or fsdp alone, precision.scalify null"
             )
-        if precision.exchange == "float16" and mesh.fsdp > 1:
-            raise ValueError("precision.exchange over mesh.fsdp needs bfloat16 or 8 bits")
         parts = mesh.data * mesh.fsdp * self.data.micro_batches
         if self.data.batch_size % parts:
             raise ValueError(
@@ -379,10 +377,11 @@ class RunConfig(Section):
                 "precision.scalify and precision.matmuls are for plain models of recipes gpt, "
                 "images and finetune; set both null, and precision.policy instead"
             )
-        if library == "plain" and precision.exchange and mesh.fsdp > 1 and not precision.matmuls:
+        no_matmuls = library == "plain" and precision.matmuls is None
+        if precision.exchange and mesh.fsdp > 1 and (no_matmuls or precision.exchange == "float16"):
             raise ValueError(
-                "precision.exchange over mesh.fsdp needs a unitscale model or precision.matmuls; "
-                "set precision.exchange null"
+                "precision.exchange over mesh.fsdp needs bfloat16 or FP8, and a unitscale model or "
+                "precision.matmuls; correct it, or set it to null"
             )
         if library and precision.scalify and precision.policy != "float32":
             raise ValueError(f"precision.scalify needs policy float32; got {precision.policy}")

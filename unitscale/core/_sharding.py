@@ -215,7 +215,7 @@ def fsdp_devices() -> int:
 
 
 def reshard_bits(x: jax.Array, *shardings: Sequence[Sequence[str] | None]) -> jax.Array:
-    """Constrain the sharding of an array repeatedly; XLA cannot widen bits on their way."""
+    """Apply sharding constraints to the bits of an array, which XLA cannot widen in transit."""
     bits = lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)
     bits = materialize(bits)  # or XLA would remove the conversions
     for dimensions in shardings:
@@ -259,7 +259,11 @@ def parts_to_exchange(items: int) -> int:
 
 
 def sum_parts(parts: jax.Array) -> jax.Array:
-    """Sum a gradient over its first dimension, sharded over `BATCH_AXES`: `exchange_gradients`."""
+    """Sum a weight's gradient over devices, as `exchange_gradients` asks.
+
+    Args:
+        parts: the sum of each device, sharded over `BATCH_AXES` along the first dimension.
+    """
     devices, dtype = parts.shape[0], _EXCHANGE.value
     place = None if dtype is None or parts.ndim != 3 else fsdp_dimension(parts.shape, devices)
     if place is None:

@@ -121,7 +121,7 @@ def _evaluate(
 ) -> tuple[jax.Array, Any, Any, Any]:
     """Return the losses of all tokens, and the gradients of x, kernel and state."""
     # If tokens are sharded, the kernel is replicated over the devices that shard them.
-    columns = TENSOR_AXES if axes_size(TENSOR_AXES) > 1 else how.axes if how.by_class else ()
+    columns = how.axes if how.by_class else TENSOR_AXES if axes_size(TENSOR_AXES) > 1 else ()
     matmul = Multiplier(
         shared.kernel,
         how.spec,
@@ -342,6 +342,8 @@ _Body = Callable[[Any], tuple[Any, Any]]
 def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BATCH_AXES) -> Any:
     """Apply ``body`` to chunks of rows; sum its first results and concatenate its second ones.
 
+    The first results are the gradient of a weight and statistics; either may be None.
+
     Each device along the mesh axes ``axes`` keeps its own sum, and devices communicate only once.
     """
     tokens, devices = jax.tree.leaves(rows)[0].shape[0], axes_size(axes)
@@ -360,7 +362,8 @@ def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BAT
 
     own = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
     total, out = _scan_chunks(each, by_device(own), chunks, axis=1)
-    total = jax.tree.map(sum_parts, total)
+    gradient, statistics = total
+    total = jax.tree.map(sum_parts, gradient), jax.tree.map(lambda x: jnp.sum(x, 0), statistics)
     return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
 

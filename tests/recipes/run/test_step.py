@@ -180,7 +180,7 @@ def test_a_step_over_fsdp_is_that_of_one_device(make_config: MakeConfig) -> None
     for override in ("precision.exchange=float16", "mesh.data=2"):
         with pytest.raises(RecipeError, match=r"precision\.exchange"):
             make_config(*settings, *narrow, override)
-    with pytest.raises(RecipeError, match=r"exchange over mesh\.fsdp needs a unitscale model"):
+    with pytest.raises(RecipeError, match=r"exchange over mesh\.fsdp needs .* unitscale model"):
         make_config(*narrow, "model.library=plain", "optimizer.umup=false")
 
 
