@@ -58,7 +58,7 @@ TOPICS = {
     "devices": (
         "Several devices",
         "Gradients exchanged in 8 bits, and the traffic of training steps on eight devices.",
-        ("parallel", "parallel-steps"),
+        ("parallel", "parallel-steps", "parallel-wire"),
     ),
     "models": (
         "BERT, fine-tuning and character models",

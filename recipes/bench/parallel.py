@@ -3,11 +3,12 @@
     python -m recipes bench parallel
     python -m recipes bench parallel --train --data TEXT --seeds 5
     python -m recipes bench parallel --steps
+    python -m recipes bench parallel --wire
 
 Runs on eight CPU devices of one process, and reads bytes from compiled programs. `--train` trains
 `configs/gpt/parity.yaml`, data parallel, for each format of `precision.exchange`. `--steps` counts
 the collectives of the same model's step on several meshes, compiled for H200s if the CUDA plugin is
-installed.
+installed. `--wire` compares the bytes that steps of an 8B model send over `mesh: {fsdp: 8}`.
 """
 
 from collections import Counter
@@ -24,11 +25,13 @@ from unitscale.parallel import all_reduce, batch_axes, make_mesh, param_sharding
 
 from ..config import RunConfig
 from ..errors import RecipeError
-from ..registry import CONFIGS, load_config
+from ..gpt.config import GPTConfig
+from ..registry import CONFIGS, load_config, load_kind
 from ..run.processes import on_mesh
 from ..run.step import abstract_step
 from . import runs
 from .aot import compile_h200, h200_available, h200_topology
+from .step import REFERENCE, ROWS
 from .wire import bytes_on_wire, collectives
 
 DEVICES = 8
@@ -41,12 +44,23 @@ VARIANTS = {
 }
 MESHES = ({"data": 8}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 4, "context": 2})
 MESHES = (*MESHES, {"context": 8}, {"fsdp": 2, "context": 2, "tensor": 2})
+# The shape of Llama 3 8B, from that of Llama 2 7B; steps of 8 x 4,096 tokens.
+LLAMA = ("model.kv_heads=8", "model.mlp_ratio=3.5", "model.vocab=128256", "data.batch_size=8")
+LAYERS, MOST_SENT = 32, 0.55
+_EXCHANGED = {dtype: f"precision.exchange={dtype}" for dtype in ("float8_e4m3fn", "bfloat16")}
+SENT = {
+    REFERENCE: ROWS[REFERENCE],
+    "fp8-scaled": (*ROWS["fp8-scaled"], _EXCHANGED["float8_e4m3fn"]),
+    "fp8-scaled, gradients in bfloat16": (*ROWS["fp8-scaled"], _EXCHANGED["bfloat16"]),
+    "fp8-scaled, no exchange": ROWS["fp8-scaled"],
+}
 
 
 def main(
     overrides: runs.Overrides = None,
     train: Annotated[bool, typer.Option("--train", help="train, for the validation loss")] = False,
     steps: Annotated[bool, typer.Option("--steps", help="compile steps over meshes")] = False,
+    wire: Annotated[bool, typer.Option("--wire", help="only compile steps of an 8B model")] = False,
     config: runs.ConfigPath = None,
     data: runs.DataPaths = None,
     seeds: runs.Seeds = 1,
@@ -61,6 +75,10 @@ def main(
     if len(jax.devices()) != DEVICES:
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={DEVICES}"
         raise RecipeError(f"bench parallel needs {DEVICES} devices: set JAX_PLATFORMS=cpu {flag}")
+    if wire:
+        tables = [wire_steps([*(overrides or []), *more]) for more in ([], ["model.remat=layer"])]
+        note = f"Bytes of programs with 1 and 2 layers, extrapolated linearly to {LAYERS}."
+        return runs.publish("parallel-wire", tables, json, [note])
     tables = [runs.Table(f"Mean of gradients of {SHAPE} over {DEVICES} devices", exchange())]
     if steps:
         base = config or str(CONFIGS / runs.PARITY)
@@ -107,8 +125,7 @@ def exchange() -> list[dict[str, Any]]:
 
 def mesh_steps(config: RunConfig) -> runs.Table:
     """Count collectives and memory of a config's step per device, by mesh."""
-    kind = "H200" if h200_available() else "CPU"
-    devices = h200_topology(DEVICES).devices if kind == "H200" else jax.devices()
+    kind, devices = _devices()
     rows = []
     for axes in MESHES:
         program = _compiled(config, axes, devices)
@@ -123,6 +140,35 @@ def mesh_steps(config: RunConfig) -> runs.Table:
         row |= {"arguments MiB": memory.argument_size_in_bytes / 2**20}
         rows.append(row | dict(sorted(counts.items())))
     return runs.Table(f"A training step on {DEVICES} devices ({kind}), per device", rows)
+
+
+def wire_steps(overrides: list[str]) -> runs.Table:
+    """Count the bytes that a device sends in steps of an 8B model, by kind of collective."""
+    (kind, devices), rows = _devices(), []
+    for program, words in SENT.items():
+        sent: list[Counter[str]] = []
+        for layers in (1, 2):
+            words = [*LLAMA, f"mesh.fsdp={DEVICES}", *words, *overrides, f"model.layers={layers}"]
+            config = load_kind(GPTConfig, CONFIGS / "gpt" / "llama-7b.yaml", words)
+            sent.append(Counter())
+            for collective in collectives(_compiled(config, {"fsdp": DEVICES}, devices)):
+                sent[-1][collective.kind] += collective.sent / 2**20
+            jax.clear_caches()
+        one, two = sent
+        total = {name: one[name] + (LAYERS - 1) * (two[name] - one[name]) for name in sorted(two)}
+        row = {"program": program, "MiB sent": sum(total.values()), "over plain": 1.0}
+        if rows:
+            row["over plain"] = row["MiB sent"] / rows[0]["MiB sent"]
+        within = runs.asked(row["over plain"], MOST_SENT) if program == "fp8-scaled" else {}
+        rows.append(row | {f"{name} MiB": size for name, size in total.items()} | within)
+    title = f"A step of an 8B model over {DEVICES} devices ({kind}), bytes that each sends"
+    return runs.Table(f"{title}{''.join(f', {word}' for word in overrides)}", rows)
+
+
+def _devices() -> tuple[str, Any]:
+    if h200_available():
+        return "H200", h200_topology(DEVICES).devices
+    return "CPU", jax.devices()
 
 
 def _compiled(config: RunConfig, axes: dict[str, int], devices: Any) -> jax.stages.Compiled:

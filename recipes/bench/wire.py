@@ -24,24 +24,25 @@ _SENT = {
 
 
 class Collective(NamedTuple):
-    """One collective: its kind, the HLO type of its first result, and the bytes of all results."""
+    """One collective: kind, HLO type of the first result, bytes of all results, and runs."""
 
     kind: str
     dtype: str
     size: int
     devices: int
+    runs: int = 1
 
     @property
     def sent(self) -> float:
-        return self.size * _SENT[self.kind](self.devices)
+        return self.runs * self.size * _SENT[self.kind](self.devices)
 
 
 def collectives(compiled: Any) -> list[Collective]:
-    """List the collectives of a compiled program or its text; those in a loop count once."""
+    """List the collectives of a compiled program or its text; loops of unknown length run once."""
     program = parse_hlo(compiled if isinstance(compiled, str) else compiled.as_text())
     everyone = devices_of(program.header)
     found = (i for i in program.instructions if i.opcode.removesuffix("-start") in _SENT)
-    return [collective(i, everyone) for i in found]
+    return [collective(i, everyone)._replace(runs=program.trips(i)) for i in found]
 
 
 def bytes_on_wire(compiled: Any) -> int:

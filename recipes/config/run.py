@@ -361,9 +361,10 @@ class RunConfig(Section):
             raise ValueError("precision.frozen needs lora, and precision.scalify null")
         if precision.exchange is not None and self.mesh is None:
             raise ValueError("precision.exchange needs mesh; got mesh null; set mesh.data")
-        if precision.exchange and (mesh.fsdp * mesh.context * mesh.tensor > 1 or precision.scalify):
+        shared = max(mesh.data, mesh.fsdp) < mesh.data * mesh.fsdp * mesh.context * mesh.tensor
+        if precision.exchange and (shared or precision.scalify):
             raise ValueError(
-                "precision.exchange needs mesh.fsdp, context and tensor 1, precision.scalify null"
+                "precision.exchange needs a mesh of data or fsdp alone, precision.scalify null"
             )
         parts = mesh.data * mesh.fsdp * self.data.micro_batches
         if self.data.batch_size % parts:
@@ -388,6 +389,12 @@ class RunConfig(Section):
             raise ValueError(
                 "precision.scalify and precision.matmuls are for plain models of recipes gpt, "
                 "images and finetune; set both null, and precision.policy instead"
+            )
+        no_matmuls = library == "plain" and precision.matmuls is None
+        if precision.exchange and mesh.fsdp > 1 and (no_matmuls or precision.exchange == "float16"):
+            raise ValueError(
+                "precision.exchange over mesh.fsdp needs bfloat16 or FP8, and a unitscale model or "
+                "precision.matmuls; correct it, or set it to null"
             )
         if library and precision.scalify and precision.policy != "float32":
             raise ValueError(f"precision.scalify needs policy float32; got {precision.policy}")

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from unitscale import batch_over, map_values, to_array, value_and_grad
 from unitscale.nn import AmaxState
 from unitscale.optim import ScaledTransformation
-from unitscale.parallel import all_reduce, batch_axes
+from unitscale.parallel import all_reduce, batch_axes, exchange_gradients
 
 from ..config import PrecisionConfig, RunConfig
 from ..recipe import loss_inputs, recipe_of
@@ -59,7 +59,8 @@ def make_train_step(
             grads = jax.tree.map(lambda g: g / scale, grads)
         return *aux, grads, seen
 
-    exchanging = mesh if precision.exchange is not None else None
+    over_fsdp = config is not None and config.mesh is not None and config.mesh.fsdp > 1
+    exchanging = None if precision.exchange is None or over_fsdp else mesh
     if micro_batches > 1:
         axes = () if exchanging is None else batch_axes(exchanging)
         compute = _accumulated(compute, micro_batches, axes)
@@ -70,9 +71,10 @@ def make_train_step(
         amax, rest = nnx.split_state(state.rest, AmaxState, ...)
         follows = state.loss_scale
         scale = constant if follows is None else follows.value
-        loss, rest, grads, seen, auto = differentiate(
-            state.params, amax, rest, batch, scale, state.auto
-        )
+        with exchange_gradients(precision.exchange if over_fsdp else None):
+            loss, rest, grads, seen, auto = differentiate(
+                state.params, amax, rest, batch, scale, state.auto
+            )
         # The gradient of delayed scales is the amax seen in this step (see unitscale.quant).
         amax = jax.tree.map(lambda own, new: own.add(new).advance(), amax, seen, is_leaf=is_amax)
         rest = nnx.merge_state(amax, rest)

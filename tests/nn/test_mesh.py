@@ -1,6 +1,8 @@
 """Layers on meshes: sharding of activations, and gradients with sharded batches."""
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from recipes.bench.wire import collectives
 from tests.parallel.devices import explicit_mesh, mesh_of, relative_error
-from unitscale import batch_over, nn, ops
-from unitscale.parallel import param_shardings
+from unitscale import batch_over, nn, ops, value_and_grad
+from unitscale.parallel import exchange_gradients, param_shardings
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(4, 6, 8)).astype(np.float32)
@@ -59,6 +61,45 @@ def test_a_stack_brings_weights_to_activations(axes: dict[str, int], scan: bool)
         np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4)
     if set(axes) == {"fsdp"}:  # the input comes, and its gradient goes
         assert sum(c.kind == "all-to-all" for c in collectives(text)) <= 2
+
+
+def test_weights_and_gradients_travel_in_few_bits() -> None:
+    """FP8 weights are gathered once, and their gradients are summed in the format asked for."""
+    layers = {"activation": "silu_glu", "norm": "rms", "use_bias": False, "policy": "fp8"}
+    model = nn.TransformerStack(1, 32, 4, 64, is_causal=True, **layers, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    x = np.random.default_rng(0).normal(size=(8, 4, 32)).astype(np.float32)
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2)
+
+    def gradients(dtype: Any, params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.sum(jnp.sin(nnx.merge(graphdef, params, rest, copy=True)(x).value))
+
+        with exchange_gradients(dtype):
+            return value_and_grad(loss)(params)
+
+    value, expected = jax.jit(partial(gradients, None))(params, x)
+    mesh = mesh_of(fsdp=8)
+    places = param_shardings(params, mesh)
+    placed = jax.device_put((params, x), (places, NamedSharding(mesh, P("fsdp"))))
+    for dtype, kind, size, error in (
+        ("bfloat16", "u16", 2, 2**-8),
+        ("float8_e4m3fn", "u8", 1, 2**-4),
+    ):
+        with jax.set_mesh(mesh):
+            run = jax.jit(partial(gradients, dtype), out_shardings=(None, places))
+            program = run.lower(*placed).compile()
+        large = Counter()
+        for c in collectives(program):
+            large[c.kind, c.dtype] += c.size if c.size > 1000 or c.kind == "all-to-all" else 0
+        sent = {("all-gather", "u8"): matrices, ("all-to-all", kind): size * matrices}
+        assert +large == sent
+        found, grads = program(*placed)
+        np.testing.assert_allclose(found, value, rtol=1e-5)
+        for a, e in zip(*map(jax.tree.leaves, (grads, expected)), strict=True):
+            assert relative_error(a, e) < error
+    with jax.set_mesh(mesh_of(data=2, fsdp=2)), pytest.raises(ValueError, match="only axis"):
+        jax.eval_shape(partial(gradients, "bfloat16"), params, x)
 
 
 BATCH = RNG.normal(size=(8, 6, 8)).astype(np.float32)

@@ -104,6 +104,7 @@ def test_every_device_has_as_many_logits_as_one_would(
         ("none", "none", {"context": 8}, P()),  # which does not divide 6 tokens
         slow("e5m2", "none", {"fsdp": 2, "context": 2}, P("fsdp", "context")),
         ("delayed", "mean", {"data": 2, "context": 2}, P("data")),
+        ("none", "mean", {"fsdp": 4}, P("fsdp")),  # which divides classes
     ],
     ids=str,
 )
@@ -119,8 +120,9 @@ def test_chunks_of_every_device_give_what_one_device_gives(
     }[name]
     state = QuantState.create(strategy) if name == "delayed" else None
     rng = np.random.default_rng(0)
-    x, table = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 6, 16), (64, 16)))
-    labels = rng.integers(0, 64, (8, 6))
+    classes = 96 if axes == {"fsdp": 4} else 64
+    x, table = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 6, 16), (classes, 16)))
+    labels = rng.integers(0, classes, (8, 6))
 
     @jax.jit
     def gradients(x: Any, table: Any, state: Any) -> Any:

@@ -211,10 +211,13 @@ def _value_gradient(x: Any, cotangent: Any, key: Any, dtype: Any) -> Any:
         cotangent = widen(cotangent) / to_float(x.full_scale)
     if not narrows:
         return cotangent
-    return _quantized(cotangent, dtype, key) if is_float8(dtype) else narrow(cotangent, dtype)
+    return quantized_gradient(cotangent, dtype, key)
 
 
-def _quantized(gradient: jax.Array, dtype: Any, key: Any) -> ScaledArray:
+def quantized_gradient(gradient: jax.Array, dtype: Any, key: Any = None) -> Any:
+    """Round a gradient to bfloat16, or to FP8 with a power-of-two scale for each matrix."""
+    if not is_float8(dtype):
+        return narrow(gradient, dtype)
     axes = (-2, -1) if gradient.ndim > 2 else None
     largest = amax(gradient, axes)
     scale = jnp.maximum(scale_near(largest / format_of(dtype).max, "up"), 2.0**-126)

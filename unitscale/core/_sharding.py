@@ -6,16 +6,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ._autodiff import gradients_format, quantized_gradient
 from ._compat import varying
+from ._formats import materialize, narrow, widen
 from ._scaled_array import is_scaled
 
 # These contexts are part of JAX's cache keys: what is traced inside is not reused outside.
 _AXES: Any = jax.make_user_context(None)
 _ITEMS: Any = jax.make_user_context(None)
+_EXCHANGE: Any = jax.make_user_context(None)
 
 
 @contextmanager
@@ -194,6 +198,84 @@ def reshard(x: jax.Array, sharding: NamedSharding | PartitionSpec | None) -> jax
     if AxisType.Explicit in mesh.axis_types:
         return jax.sharding.reshard(x, sharding)
     return lax.with_sharding_constraint(x, sharding)
+
+
+def fsdp_dimension(
+    shape: Sequence[int], devices: int, dimensions: Sequence[int] = (-2, -1)
+) -> int | None:
+    """Return the dimension of a parameter that the mesh axis fsdp shards, or None."""
+    fitting = [d for d in dimensions if shape[d] % devices == 0]
+    return max(fitting, key=lambda d: shape[d]) if fitting else None
+
+
+def fsdp_devices() -> int:
+    """Return the number of devices along the mesh axis fsdp; 1 if other axes shard weights too."""
+    sizes = _auto_axes()
+    return sizes.get("fsdp", 1) if set(sizes) <= {*BATCH_AXES, *CONTEXT_AXES} else 1
+
+
+def reshard_bits(x: jax.Array, *shardings: Sequence[Sequence[str] | None]) -> jax.Array:
+    """Apply sharding constraints to the bits of an array, which XLA cannot widen in transit."""
+    bits = lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)
+    bits = materialize(bits)  # or XLA would remove the conversions
+    for dimensions in shardings:
+        bits = constrain_sharding(bits, *dimensions)
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+@contextmanager
+def exchange_gradients(dtype: Any) -> Iterator[None]:
+    """Sum gradients of weights over the mesh axis fsdp in few bits, while a function is traced.
+
+    The context applies to matmuls of `unitscale.ops` and `unitscale.quant` under `jax.jit`, on a
+    mesh (`jax.set_mesh`) whose only axis of several devices is ``fsdp``. XLA sums all other
+    gradients, and those of matrices that the axis does not divide.
+
+    Scaling:
+        Each device rounds its part of the sum to ``dtype``: FP8 with a power-of-two scale of its
+        own, as `value_and_grad` rounds gradients. It sends every device the piece that it keeps (an
+        all-to-all), and pieces are added in float32: (n - 1) / n bytes per entry in FP8.
+
+    Args:
+        dtype: "float8_e4m3fn", "float8_e5m2" or "bfloat16"; None or float32 for XLA's own sums.
+
+    Raises:
+        ValueError: for another format, or if the mesh has another axis of several devices.
+    """
+    fmt, sizes = gradients_format("parallel.exchange_gradients", dtype), _auto_axes()
+    if fmt is not None and set(sizes) - {"fsdp"}:
+        raise ValueError(
+            "unitscale.parallel.exchange_gradients: fsdp must be the only axis with several "
+            f"devices; got {dict(sizes)}. Use dtype=None on this mesh."
+        )
+    with _EXCHANGE(fmt):
+        yield
+
+
+def parts_to_exchange(items: int) -> int:
+    """Return in how many parts, one per device, to sum a weight's gradient over ``items``."""
+    devices = 1 if _EXCHANGE.value is None else _auto_axes().get("fsdp", 1)
+    return 1 if items % devices else devices
+
+
+def sum_parts(parts: jax.Array) -> jax.Array:
+    """Sum a weight's gradient over devices, as `exchange_gradients` asks.
+
+    Args:
+        parts: the sum of each device, sharded over `BATCH_AXES` along the first dimension.
+    """
+    devices, dtype = parts.shape[0], _EXCHANGE.value
+    place = None if dtype is None or parts.ndim != 3 else fsdp_dimension(parts.shape, devices)
+    if place is None:
+        return jnp.sum(parts, 0)
+    rounded = quantized_gradient(constrain_sharding(parts, BATCH_AXES), dtype)
+    data = rounded.data if is_scaled(rounded) else rounded
+    pieces = [BATCH_AXES if d == place else () for d in range(-parts.ndim, 0)]
+    wide = widen(reshard_bits(data, [BATCH_AXES], pieces))
+    if is_scaled(rounded):
+        scales = constrain_sharding(rounded.scale, BATCH_AXES)
+        wide = wide * constrain_sharding(scales, (), (), ())
+    return narrow(jnp.sum(wide, 0), parts.dtype)
 
 
 def shard_activations(x: Any) -> Any:

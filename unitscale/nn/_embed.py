@@ -102,8 +102,9 @@ class Embed(_Table):
 
     def __call__(self, ids: jax.Array, out_sharding: OutSharding = None) -> ScaledArray:
         """Map integer ids (...) to embeddings (..., features)."""
-        rows = ops.embed(ids, read(self.embedding), vocab=self.num_embeddings)
-        return reshard_output(rows.astype(self.policy.compute_dtype), out_sharding)
+        table, dtype = read(self.embedding), self.policy.compute_dtype
+        rows = ops.embed(ids, table, vocab=self.num_embeddings, dtype=dtype)
+        return reshard_output(rows, out_sharding)
 
     def tied(self, ids: jax.Array) -> tuple[ScaledArray, "TiedReadout"]:
         """Return embeddings and the readout that is tied to them.
@@ -111,8 +112,9 @@ class Embed(_Table):
         Equivalent to calling the layer, and `attend` or `cross_entropy` later, but the gradient of
         the embeddings is accumulated in place into that of the readout (`ops.tied_embed`).
         """
-        rows, table = ops.tied_embed(ids, read(self.embedding), vocab=self.num_embeddings)
-        return rows.astype(self.policy.compute_dtype), TiedReadout(self, table)
+        table, dtype = read(self.embedding), self.policy.compute_dtype
+        rows, table = ops.tied_embed(ids, table, vocab=self.num_embeddings, dtype=dtype)
+        return rows, TiedReadout(self, table)
 
     def attend(self, x: ops.ArrayLike, out_sharding: OutSharding = None) -> ScaledArray:
         """Map (..., features) to logits (..., num_embeddings) with the transposed table."""
@@ -177,5 +179,5 @@ class PositionalEmbed(_Table):
             positions = jnp.arange(time)
         # Inside shard_map, positions must vary over the same mesh axes as the input.
         _, ids = match_varying((x, jnp.broadcast_to(positions, (batch, time))))
-        rows = ops.embed(ids, read(self.embedding)).astype(self.policy.compute_dtype)
+        rows = ops.embed(ids, read(self.embedding), dtype=self.policy.compute_dtype)
         return ops.weighted_add(x, rows)

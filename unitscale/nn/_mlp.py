@@ -9,7 +9,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from .. import ops
-from ..core import ScaledArray, check_choice, custom_vjp
+from ..core import ScaledArray, check_choice, custom_vjp, fsdp_devices
 from ..quant import Unit
 from ._linear import Dense, KernelOptions, _KernelLayer
 from ._norm import Dropout
@@ -118,11 +118,13 @@ def rematerialize(f: Callable[..., Any]) -> Callable[..., Any]:
 
     It differs from `jax.checkpoint` in two ways. Captured values, such as cast weights, are not
     recomputed. And the barrier does not cover the cotangent, so that XLA can fuse recomputation and
-    derivative into one kernel.
+    derivative into one kernel. If devices gather weights, it is `jax.checkpoint`, saving these.
 
     References:
         Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174.
     """
+    if fsdp_devices() > 1:
+        return jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("gathered"))
 
     def call(*args: Any) -> Any:
         # Traced only here, so that contexts such as `batch_over` apply to the backward pass too.

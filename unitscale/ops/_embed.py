@@ -9,7 +9,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import rules
-from ..core import ScaledArray, custom_vjp, global_batch_size, narrow, result_dtype, widen
+from ..core import (
+    ScaledArray,
+    custom_vjp,
+    fsdp_devices,
+    global_batch_size,
+    narrow,
+    result_dtype,
+    widen,
+)
 from ._operands import ArrayLike, broadcasts_to, output_dtype, shape_error, times, unpack
 
 
@@ -34,16 +42,18 @@ def _rows(table: jax.Array, ids: jax.Array, specs: _Specs) -> jax.Array:
     return table.at[ids].get(mode="fill", out_sharding=specs.rows)
 
 
-@partial(custom_vjp, nondiff_argnums=(2, 3))
-def _take(table, ids, factor, specs):
-    return _rows(table, ids, specs).astype(result_dtype(table)), table
+@partial(custom_vjp, nondiff_argnums=(2, 3, 4))
+def _take(table, ids, factor, specs, dtype):
+    # Cast first if devices exchange rows, else last, since a GPU might cast the whole table.
+    own = narrow(table, dtype) if fsdp_devices() > 1 else table
+    return narrow(_rows(own, ids, specs), dtype), table
 
 
-def _take_fwd(table, ids, factor, specs):
-    return _take(table, ids, factor, specs), ids
+def _take_fwd(table, ids, factor, specs, dtype):
+    return _take(table, ids, factor, specs, dtype), ids
 
 
-def _take_bwd(factor, specs, ids, cotangents):
+def _take_bwd(factor, specs, dtype, ids, cotangents):
     # Sum the rows in float32, multiply by the factor, and round once.
     rows, table = cotangents
     total = widen(table).at[ids].add(times(widen(rows), factor), out_sharding=specs.table)
@@ -53,7 +63,9 @@ def _take_bwd(factor, specs, ids, cotangents):
 _take.defvjp(_take_fwd, _take_bwd)
 
 
-def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> ScaledArray:
+def embed(
+    ids: jax.Array, table: ArrayLike, *, vocab: int | None = None, dtype: Any = None
+) -> ScaledArray:
     """Look up rows of a table.
 
     Scaling: `rules.embed`. The result keeps the scale of the table.
@@ -62,13 +74,15 @@ def embed(ids: jax.Array, table: ArrayLike, *, vocab: int | None = None) -> Scal
         ids: integer array of any shape, in [0, vocab). An id out of range gives a row of NaN.
         table: (vocab, features), floating.
         vocab: number of rows in use, if the last rows are padding; None for all.
+        dtype: dtype of the result; None for that of the table (bfloat16 for 8 bits).
     """
     data, ids, factor, scale = _look_up("embed", ids, table, vocab)
-    return ScaledArray(_take(data, ids, factor, _specs(data, ids))[0], scale)
+    dtype = result_dtype(data) if dtype is None else jnp.dtype(dtype)
+    return ScaledArray(_take(data, ids, factor, _specs(data, ids), dtype)[0], scale)
 
 
 def tied_embed(
-    ids: jax.Array, table: ArrayLike, *, vocab: int | None = None
+    ids: jax.Array, table: ArrayLike, *, vocab: int | None = None, dtype: Any = None
 ) -> tuple[ScaledArray, ArrayLike]:
     """Look up rows of a table that is also the kernel of a readout.
 
@@ -81,7 +95,8 @@ def tied_embed(
         1608.05859.
     """
     data, ids, factor, scale = _look_up("tied_embed", ids, table, vocab)
-    rows, data = _take(data, ids, factor, _specs(data, ids))
+    dtype = result_dtype(data) if dtype is None else jnp.dtype(dtype)
+    rows, data = _take(data, ids, factor, _specs(data, ids), dtype)
     kept = table.map_data(lambda _: data) if isinstance(table, ScaledArray) else data
     return ScaledArray(rows, scale), kept
 

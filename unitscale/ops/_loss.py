@@ -43,9 +43,9 @@ def has_sharded_classes(z: jax.Array) -> bool:
     return axes_size(TENSOR_AXES) > 1 or jax.typeof(z).sharding.spec[-1] is not None
 
 
-def normalizer(z: jax.Array) -> Normalizer:
+def normalizer(z: jax.Array, sharded: bool = False) -> Normalizer:
     """Return the normalizer of each token without writing exponentials to memory."""
-    if has_sharded_classes(z):  # in one pass, devices would have to exchange logits
+    if sharded or has_sharded_classes(z):  # in one pass, devices would have to exchange logits
         return in_two_passes(z)
     # XLA's CPU backend does not vectorize a custom reduction; two simple ones are faster there.
     return lax.platform_dependent(z, cpu=in_two_passes, default=in_one_pass)
@@ -98,12 +98,12 @@ def token_losses(
     return norm.log_total + norm.largest - right
 
 
-def without_padding(z: jax.Array, vocab: int) -> jax.Array:
+def without_padding(z: jax.Array, vocab: int, sharded: bool = False) -> jax.Array:
     """Set the logits of padding columns to the least finite number, so that they do not count."""
     least, columns = jnp.finfo(z.dtype).min, z.shape[-1]
     if columns == vocab:
         return z
-    if has_sharded_classes(z):
+    if sharded or has_sharded_classes(z):
         return jnp.where(lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) < vocab, z, least)
     return jnp.pad(z[:, :vocab], ((0, 0), (0, columns - vocab)), constant_values=least)
 

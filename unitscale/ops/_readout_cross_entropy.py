@@ -18,10 +18,13 @@ from ..core import (
     bounded_product,
     constrain_sharding,
     custom_vjp,
+    exchange_gradients,
     format_of,
+    fsdp_devices,
     global_batch_size,
     narrow,
     num_batch_shards,
+    sum_parts,
     widen,
 )
 from ..quant import Contraction, MatmulConfig, Multiplier, QuantState, warn_if_not_updated
@@ -63,6 +66,7 @@ class _Statics(NamedTuple):
     chunks: int
     logits_dtype: Any  # dtype of the operands in the forward matmul; None for config's formats
     axes: tuple[str, ...]  # mesh axes that shard the tokens
+    by_class: bool  # whether the devices of these axes have all tokens, and some of the classes
 
 
 class _Rows(NamedTuple):
@@ -94,8 +98,8 @@ def _chunk(
         return x if isinstance(rest, int) else narrow(widen(x) * rest, x.dtype)
 
     y = multiply_rest(y)
-    z = without_padding(wide_logits(y, how.mult, scale), how.vocab)
-    norm = normalizer(z)
+    z = without_padding(wide_logits(y, how.mult, scale), how.vocab, how.by_class)
+    norm = normalizer(z, how.by_class)
     losses = token_losses(y, rows.labels, norm, how.mult, scale)
 
     def gradients(weight: jax.Array | None) -> tuple[Any, ...]:
@@ -117,7 +121,7 @@ def _evaluate(
 ) -> tuple[jax.Array, Any, Any, Any]:
     """Return the losses of all tokens, and the gradients of x, kernel and state."""
     # If tokens are sharded, the kernel is replicated over the devices that shard them.
-    columns = TENSOR_AXES if axes_size(TENSOR_AXES) > 1 else ()
+    columns = how.axes if how.by_class else TENSOR_AXES if axes_size(TENSOR_AXES) > 1 else ()
     matmul = Multiplier(
         shared.kernel,
         how.spec,
@@ -130,14 +134,23 @@ def _evaluate(
         how.logits_dtype,
     )
 
+    def reshard(tree: Any, axes: tuple[str, ...]) -> Any:
+        return jax.tree.map(lambda x: constrain_sharding(x, axes), tree) if how.by_class else tree
+
     def body(rows: _Rows) -> tuple[Any, Any]:
+        rows = reshard(rows, ())
         losses, gradients = _chunk(matmul, shared, rows, how)
         if not with_gradients:
             return (None, None), (losses, None)
         dx, *parts = gradients(rows.weight)
-        return tuple(parts), (losses, dx)
+        return tuple(parts), reshard((losses, dx), how.axes)
 
-    (dkernel, dstate), (losses, dx) = over_chunks(body, rows, how.chunks, how.axes)
+    if how.by_class:
+        with exchange_gradients(None):  # each device has the gradients of its classes
+            found = over_chunks(body, rows, how.chunks, ())
+    else:
+        found = over_chunks(body, rows, how.chunks, how.axes)
+    (dkernel, dstate), (losses, dx) = found
     if dstate is not None:
         dstate = jax.tree.map(jnp.add, dstate, matmul.shared_gradient)
     return losses, dx, dkernel, dstate
@@ -275,6 +288,8 @@ def readout_cross_entropy(
         _num_chunks(tokens, columns, chunk_size, data),
         None if logits_dtype is None else jnp.dtype(logits_dtype),
         token_axes(lead),
+        # The fewer bytes: inputs and their gradients, or the kernel and its gradient.
+        fsdp_devices() > 1 and columns % axes_size(token_axes(lead)) == 0 and 2 * tokens <= columns,
     )
     out = _cross_entropy(rows, _Shared(w, state, scale, w_scale), how)
     if reduction == "none":
@@ -327,6 +342,8 @@ _Body = Callable[[Any], tuple[Any, Any]]
 def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BATCH_AXES) -> Any:
     """Apply ``body`` to chunks of rows; sum its first results and concatenate its second ones.
 
+    The first results are the gradient of a weight and statistics; either may be None.
+
     Each device along the mesh axes ``axes`` keeps its own sum, and devices communicate only once.
     """
     tokens, devices = jax.tree.leaves(rows)[0].shape[0], axes_size(axes)
@@ -339,12 +356,14 @@ def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BAT
         return jax.tree.map(lambda x: constrain_sharding(x, axes), tree)
 
     def each(rows: Any) -> Any:
-        total, out = jax.vmap(body)(by_device(rows))
+        with exchange_gradients(None):  # devices exchange the sum over all chunks
+            total, out = jax.vmap(body)(by_device(rows))
         return by_device(total), out
 
     own = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), rows)
     total, out = _scan_chunks(each, by_device(own), chunks, axis=1)
-    total = jax.tree.map(lambda x: jnp.sum(x, 0), total)
+    gradient, statistics = total
+    total = jax.tree.map(sum_parts, gradient), jax.tree.map(lambda x: jnp.sum(x, 0), statistics)
     return total, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
 
 

@@ -17,3 +17,4 @@ from ._collectives import (  # FP8 collectives
     AxisName as AxisName,
 )
 from ._auto_scale import AutoScale as AutoScale
+from ..core import exchange_gradients as exchange_gradients

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..core import batch_axes, is_scaled
+from ..core import batch_axes, fsdp_dimension, is_scaled
 
 ROW_LAYERS = frozenset(
     ("down", "down_proj", "out", "o", "wo", "output", "out_proj", "o_proj", "c_proj", "fc2")
@@ -189,9 +189,10 @@ def param_shardings(
         if divides("tensor", shape[axis]):
             spec[axis] = "tensor"
             free.remove(axis)
-        free = [d for d in free if divides("fsdp", shape[d])]
-        if free:
-            spec[max(free, key=lambda d: shape[d])] = "fsdp"
+        if "fsdp" in mesh.shape:
+            dimension = fsdp_dimension(shape, mesh.shape["fsdp"], free)
+            if dimension is not None:
+                spec[dimension] = "fsdp"
         return spec
 
     def shard(path: Any, x: Any) -> Any:

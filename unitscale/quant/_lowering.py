@@ -144,15 +144,15 @@ def are_named() -> bool:
     return bool(_NAMING.value)
 
 
-def named(x: jax.Array) -> jax.Array:
-    """Name a quantized operand.
+def named(x: jax.Array, name: str = "quantized") -> jax.Array:
+    """Name a quantized operand for the policies of `jax.checkpoint`.
 
     JAX passes saved floating-point numbers through `lax.reduce_precision`, which makes numbers of
     float8_e4m3fn from 256 infinite, as IEEE formats have it (jax 0.10.2). So name its bits.
     """
     if x.dtype.itemsize > 1:
-        return checkpoint_name(x, "quantized")
-    bits = checkpoint_name(lax.bitcast_convert_type(x, jnp.uint8), "quantized")
+        return checkpoint_name(x, name)
+    bits = checkpoint_name(lax.bitcast_convert_type(x, jnp.uint8), name)
     return lax.bitcast_convert_type(bits, x.dtype)
 
 

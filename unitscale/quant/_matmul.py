@@ -20,9 +20,14 @@ from ..core import (
     custom_vjp,
     dithered,
     format_of,
+    fsdp_devices,
+    is_float8,
     is_scaled,
     narrow,
+    parts_to_exchange,
+    reshard_bits,
     result_dtype,
+    sum_parts,
     to_float,
     weight_gradient_dtype,
     wide_dtype,
@@ -292,6 +297,17 @@ class Core:
         how = "fast" if self.config is None else self.config.accumulation
         return how == "exact" or (how == "fast_forward" and not forward)
 
+    def gather(self, rhs: Any) -> Any:
+        """Gather an FP8 weight that the mesh axis fsdp shards, once for both of its matmuls.
+
+        It is named "gathered": see `_lowering.named`.
+        """
+        is_weight = not set(self.spec.rhs) & set(self.spec.lhs) & set(self.spec.out)
+        if fsdp_devices() == 1 or not (is_weight and is_scaled(rhs) and is_float8(rhs.dtype)):
+            return rhs
+        whole = [()] * rhs.ndim
+        return rhs.map_data(lambda x: _lowering.named(reshard_bits(x, whole), "gathered"))
+
     def both_layouts(self, x: Any, which: int) -> tuple[Any, Any]:
         """Return a quantized operand for its two matmuls; for the second it may be `Moved`.
 
@@ -312,7 +328,19 @@ class Core:
         if isinstance(lhs, Moved):  # XLA would merge matmuls and copy their operands together
             lhs, cotangent = jax.lax.optimization_barrier((lhs, cotangent))
         lhs, cotangent = _lowering.operand_of(lhs), _lowering.operand_of(cotangent)
-        return scaled_matmul(lhs, cotangent, spec, factor, dtype, exact=self.exact(forward=False))
+        multiply = partial(scaled_matmul, exact=self.exact(forward=False))
+        label, count = self.spec.out[:1], 1
+        if label in self.spec.grad_rhs.summed:
+            count = parts_to_exchange(cotangent.shape[spec.rhs.index(label)])
+        if count == 1 or any(is_scaled(x) and x.block_shape for x in (lhs, cotangent)):
+            return multiply(lhs, cotangent, spec, factor, dtype)
+        parts = "." + label
+        split = Contraction(
+            spec.lhs.replace(label, parts), spec.rhs.replace(label, parts), "." + spec.out
+        )
+        lhs = _in_parts(lhs, spec.lhs.index(label), count)
+        cotangent = _in_parts(cotangent, spec.rhs.index(label), count)
+        return sum_parts(multiply(lhs, cotangent, split, factor, dtype))
 
     def differentiate(
         self,
@@ -355,6 +383,16 @@ def _in_layouts(spec: Contraction, lhs: Any, rhs: Any) -> Contraction:
     return Contraction(terms[0], terms[1], spec.out)
 
 
+def _in_parts(x: Any, axis: int, count: int) -> Any:
+    """Split an operand's dimension into ``count`` parts, one per device."""
+    if is_scaled(x):
+        scale = x.scale if x.scale is None or not x.scale.ndim else _in_parts(x.scale, axis, count)
+        return ScaledArray(_in_parts(x.data, axis, count), scale)
+    size = x.shape[axis]
+    parts = (count, size // count) if size > 1 else (1, 1)  # a scale of all parts
+    return x.reshape(*x.shape[:axis], *parts, *x.shape[axis + 1 :])
+
+
 def _move_scale(cotangent: Any, out: str, operand: Any, labels: str) -> tuple[Any, Any]:
     """Move the channel scale of a saved operand into the cotangent.
 
@@ -376,7 +414,7 @@ def matmul(lhs, rhs, groups, multiplier, state, core):
 
 def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     left, lhs, saw_lhs = _operands(core, lhs, LHS, state)
-    right, rhs, saw_rhs = _operands(core, rhs, RHS, state)
+    right, rhs, saw_rhs = _operands(core, rhs, RHS, state, gather=groups is None)
     factors = core.factors
     if multiplier is not None:
         factors = tuple(factor * multiplier for factor in factors)
@@ -388,12 +426,12 @@ def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     return y, (lhs, rhs, groups, state, (saw_lhs, saw_rhs), own)
 
 
-def _operands(core, x, which, state):
+def _operands(core, x, which, state, *, gather=False):
     """Quantize an operand: return its forms in the forward and backward matmul, and statistics."""
     name = core.names and core.config is not None and which == LHS
     named = partial(jax.tree.map, _lowering.named) if name else lambda x: x
     quantized, seen = core.quantize(x, which, state, core.spec)
-    quantized = named(quantized)
+    quantized = core.gather(quantized) if gather else named(quantized)
     if core.requantizes(which):
         return quantized, named(core.for_backward(x, which, state)), seen
     first, second = core.both_layouts(quantized, which)

@@ -16,7 +16,7 @@ from recipes.registry import load_config
 from recipes.run.processes import divided, on_mesh, open_mesh, over, place, place_batch, whole
 from recipes.run.state import TrainState, init_state
 from recipes.run.step import make_evaluation, make_loss, make_train_step
-from unitscale import value_and_grad
+from unitscale import to_array, value_and_grad
 from unitscale.nn import AmaxState
 from unitscale.parallel import make_mesh
 from unitscale.quant import QuantState
@@ -115,10 +115,12 @@ def distance(one: TrainState, other: TrainState) -> float:
 
 
 def exchange(config: GPTConfig, steps: int = 4) -> tuple[list[float], TrainState]:
-    mesh = make_mesh({"data": DEVICES}, devices=jax.devices()[:DEVICES])
+    mesh = None
+    if config.mesh is not None:
+        axis = "data" if config.mesh.fsdp == 1 else "fsdp"
+        mesh = make_mesh({axis: DEVICES}, devices=jax.devices()[:DEVICES])
     graphdef, optimizer, state = init_state(config)
     state = place(state, mesh)
-    assert config.mesh is not None
     step = make_train_step(graphdef, optimizer, config, mesh=mesh)
     step, losses = on_mesh(step, state, mesh), []
     random = np.random.default_rng(0)
@@ -160,6 +162,26 @@ def test_a_unit_scaled_step_by_sgd_is_that_of_the_compiler(make_config: MakeConf
     np.testing.assert_allclose(losses, left, rtol=1e-5)
     first = init_state(make_config(*settings, *ON_FOUR))[2]
     assert distance(ours, theirs) < 1e-5 * distance(ours, first)
+
+
+def test_a_step_over_fsdp_is_that_of_one_device(make_config: MakeConfig) -> None:
+    """Weights are gathered in FP8, as matmuls round them, and gradients summed in FP8."""
+    words = ("model.width=64", "model.dropout=0.0", "data.batch_size=8", "precision=fp8_5_bytes")
+    sgd = ("model.library=unitscale", "optimizer={name: sgd, learning_rate: 0.01}")
+    settings = (*words, *sgd, "model.layers=1", "precision.min_size=1024")
+    expected, one = exchange(make_config(*settings), steps=2)
+    narrow = ("mesh.fsdp=4", "precision.exchange=float8_e4m3fn")
+    losses, many = exchange(make_config(*settings, *narrow), steps=2)
+    first = init_state(make_config(*settings))[2]
+    wide = [to_array(state.params) for state in (first, one, many)]
+    norms = [optax.tree.norm(jax.tree.map(jnp.subtract, x, wide[1])) for x in wide]
+    np.testing.assert_allclose(losses, expected, rtol=2**-8)
+    assert 0 < norms[2] < 2**-3 * norms[0]
+    for override in ("precision.exchange=float16", "mesh.data=2"):
+        with pytest.raises(RecipeError, match=r"precision\.exchange"):
+            make_config(*settings, *narrow, override)
+    with pytest.raises(RecipeError, match=r"exchange over mesh\.fsdp needs .* unitscale model"):
+        make_config(*narrow, "model.library=plain", "optimizer.umup=false")
 
 
 @pytest.mark.slow
@@ -357,7 +379,7 @@ def test_a_mesh_fits_its_devices_and_config(make_config: MakeConfig) -> None:
         ["mesh={data: 2, fsdp: 2, tensor: 2}", "precision.exchange=float8_e4m3fn"],
         ["mesh={data: 4}", "precision={scalify: float16, exchange: float8_e4m3fn}"],
     ):
-        with pytest.raises(RecipeError, match=r"exchange needs mesh\.fsdp, context and tensor 1"):
+        with pytest.raises(RecipeError, match=r"exchange needs a mesh of data or fsdp alone"):
             make_config(*words)
     assert open_mesh(make_config()) is None
     mesh = open_mesh(make_config(MESH))  # one process has all
