@@ -211,7 +211,7 @@ LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, tuple[float, f
         (drawn(2, 4, 4, 4), drawn(2, 12, 12, 4)),
         ((32 / ITEMS) ** 0.5, (288 / ITEMS) ** 0.5),
     ),
-    # Losses omit the 1 / N of a mean in the gradient: of 2 and 90 items that count, or of all elements.
+    # Losses omit the 1 / N of their mean: of 2 and 90 items that count, or of all elements.
     "cross entropy": (entropy, (8, 16), (FEW, MANY), (ROOT * ITEMS / 2, ITEMS / 90)),
     "readout": (chunked, (8, 16), (FEW, MANY), (ROOT * ITEMS / 2, ITEMS / 90)),
     "mean square": (squares, (8, 16), (FEW, MANY), (ROOT * ITEMS / 48, ITEMS / 1536)),
