@@ -143,6 +143,7 @@ def test_attention_that_is_told_not_to_decode() -> None:
     attention, _ = nn.unit_scale(
         nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)
     )
+    assert attention.mult == 1
     x = np.ones((1, 3, 8), np.float32)
     told, plain = nnx.jit(lambda layer: (layer(x, decode=False), layer(x)))(attention)
     np.testing.assert_array_equal(told, plain)
