@@ -22,7 +22,6 @@ from unitscale.core import (
     scale,
     scale_bwd,
     scale_fwd,
-    scan_counts,
     to_array,
 )
 
@@ -232,19 +231,6 @@ def test_every_variable_but_results_has_a_last_use() -> None:
     jaxpr = jax.make_jaxpr(fn)(1.0, 2.0).jaxpr
     x, _ = jaxpr.invars
     assert last_uses(jaxpr) == {1: [x], 2: [jaxpr.eqns[1].outvars[0]]}
-
-
-@pytest.mark.parametrize("carried", [0, 3])
-def test_a_scan_has_constants_then_what_it_carries(carried: int) -> None:
-    def program(first: jax.Array, second: jax.Array, items: jax.Array) -> tuple:
-        def turn(state: tuple, item: jax.Array) -> tuple:
-            return tuple(x + first for x in state), item * second
-
-        return lax.scan(turn, (jnp.ones(2),) * carried, items)
-
-    closed = jax.make_jaxpr(program)(jnp.ones(2), jnp.ones(2), jnp.ones((4, 2)))
-    (loop,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")
-    assert scan_counts(loop.params) == (1 + bool(carried), carried)
 
 
 def test_operators_of_arrays_leave_the_answer_to_a_scaled_array() -> None:

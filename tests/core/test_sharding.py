@@ -77,6 +77,14 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "mask": lambda p, d: ops.softmax_cross_entropy(
         ops.dense(d["x"], p["kernel"]), d["labels"], where=d["labels"] > 1
     ),
+    "a readout in chunks": lambda p, d: ops.readout_cross_entropy(
+        ops.layer_norm(d["x"], p["gain"]),
+        p["table"],
+        d["labels"],
+        where=d["labels"] > 1,
+        transposed=True,
+        chunk_size=4,
+    ),
     "ours under a plain mean": lambda p, d: squares(ops.dense(d["x"], p["kernel"], p["bias"]), d),
     "both under our mean": lambda p, d: cross_entropy(
         to_array(ops.dense(jnp.tanh(d["x"] * p["gain"]), p["kernel"])) + p["bias"], d

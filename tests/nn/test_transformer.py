@@ -5,18 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from recipes.bench.wire import collectives
 from tests.gradients import jit
 from tests.modules import build
-from tests.optimizers import scaled
 from tests.parallel.devices import mesh_of, relative_error
 from tests.refusals import refuses
 from unitscale import nn, ops, rules
-from unitscale.core import ScaledArray, is_scaled, to_array
+from unitscale.core import is_scaled, to_array
 from unitscale.parallel import param_shardings
 
 WIDTH, HEADS, TIME, LAYERS = 16, 4, 6, 2
@@ -360,32 +358,6 @@ def test_a_scan_computes_what_layers_do_one_by_one(options, monkeypatch) -> None
     automatic = stack.with_scan("auto")
     assert automatic.layers.mlp.up.kernel.shape[0] == LAYERS
     assert_same(values_and_gradients(automatic), expected)
-
-
-@pytest.mark.parametrize(
-    ("placement", "scale"),
-    [("post", 4.0), ("pre", np.float32([[[4]], [[0.5]]]))],
-    ids=str,
-)
-@pytest.mark.slow
-def test_scaled_parameters_and_inputs(placement: str, scale) -> None:
-    """Biases have one scale for all layers, as optimizers store them."""
-    stack = stack_of(norm_placement=placement)
-    scanned = stack.with_scan(True)
-    for model in (stack, scanned):
-        tx = scaled(optax.sgd(0.1), weights=jnp.float32)
-        nnx.update(model, tx.scale_params(nnx.state(model, nnx.Param)))
-    kernel = scanned.layers.mlp.up.kernel.get_value()
-    assert kernel.scale.shape == (LAYERS, 1, 1)
-    x = ScaledArray(jnp.asarray(X), scale)
-    (graph, state), (other, others) = nnx.split(stack), nnx.split(scanned)
-    assert_same(
-        *jit(
-            lambda *states: [
-                to_array(nnx.merge(g, s)(x)) for g, s in zip((graph, other), states, strict=True)
-            ]
-        )(state, others)
-    )
 
 
 def test_conversion_both_ways() -> None:
