@@ -234,30 +234,30 @@ def of_one_device() -> Any:
     return with_gradients(interpreted(True), *operands())
 
 
-def test_splash_is_plain_attention() -> None:
-    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True, scale=0.25)
-    args = operands()
-    wide = [x.astype(jnp.float32) for x in args]
-    assert_close(of_one_device(), with_gradients(plain, *wide))
+IDS = jnp.repeat(jnp.arange(4), 32)[None] + jnp.asarray([[0], [1]])
+WINDOW = {"local_window_size": (20, 0), "mask": (IDS[:, :, None] == IDS[:, None])[:, None]}
+
+
+@pytest.mark.parametrize(
+    ("ours", "shape", "options"),
+    [
+        ((True,), (), {}),
+        slow((True, 20, IDS), (), WINDOW),
+        slow((False,), (1, 256), {}),  # one head of keys
+    ],
+    ids=["causal", "window and segments", "one head"],
+)
+def test_splash_is_plain_attention(ours: Any, shape: Any, options: Any) -> None:
+    plain = functools.partial(
+        jax.nn.dot_product_attention, is_causal=ours[0], scale=0.25, **options
+    )
+    args = operands(*shape)
+    expected = with_gradients(plain, *(x.astype(jnp.float32) for x in args))
+    assert_close(with_gradients(interpreted(*ours), *args), expected)
 
 
 @pytest.mark.slow
-def test_splash_with_a_window_and_segments() -> None:
-    ids = jnp.repeat(jnp.arange(4), 32)[None] + jnp.asarray([[0], [1]])
-    mask = (ids[:, :, None] == ids[:, None])[:, None]
-    options: Any = {"is_causal": True, "local_window_size": (20, 0), "scale": 0.25}
-    wide = [x.astype(jnp.float32) for x in operands()]
-    plain = functools.partial(jax.nn.dot_product_attention, mask=mask, **options)
-    found = with_gradients(interpreted(True, 20, ids), *operands())
-    assert_close(found, with_gradients(plain, *wide))
-
-
-@pytest.mark.slow
-def test_splash_of_one_head_and_under_vmap() -> None:
-    plain = functools.partial(jax.nn.dot_product_attention, scale=0.25)
-    args = operands(1, 256)
-    wide = [x.astype(jnp.float32) for x in args]
-    assert_close(with_gradients(interpreted(False), *args), with_gradients(plain, *wide))
+def test_splash_under_vmap() -> None:
     q, k, v = operands()
     found = jax.jit(jax.vmap(interpreted(True), (0, None, None)))(jnp.stack([q, 2 * q]), k, v)
     assert_close([found[0]], of_one_device()[:1])
