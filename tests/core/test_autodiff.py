@@ -90,19 +90,6 @@ class TestCustomVjp:
         np.testing.assert_array_equal(vjp(jnp.ones(2))[0], [7, 7])
         assert (_triple.__name__, _triple.__doc__) == ("_triple", "Return three times x.")
 
-    @pytest.mark.parametrize(
-        "differentiate",
-        [
-            lambda f, x: jax.jvp(f, (x,), (x,)),
-            lambda f, x: jax.jacfwd(f)(x),
-            lambda f, x: jax.vmap(lambda x: jax.jvp(f, (x,), (x,)))(x),
-        ],
-        ids=["jvp", "jacfwd", "vmap"],
-    )
-    def test_forward_mode_says_what_to_do(self, differentiate: Any) -> None:
-        with pytest.raises(TypeError, match=r"unitscale: triple supports reverse-mode.*jax\.vjp"):
-            differentiate(lambda x: _triple(x, 2.0), jnp.ones(2))
-
     def test_arguments_that_vary_over_different_devices(self) -> None:
         """Inside shard_map gradients of replicated arguments are summed, as in JAX."""
         mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -203,6 +203,7 @@ def test_what_cannot_be_set_changes_nothing(rules: dict, words: str) -> None:
 METADATA = {
     "dense": {"kernel": ("weight", 8, 6, 1), "bias": ("bias", 1, 6, 1)},
     "readout": {"kernel": ("readout", 8, 6, 1), "bias": ("bias", 1, 6, 1)},
+    "einsum": {"kernel": ("weight", 8, 6, 1), "bias": ("bias", 1, 3, 1)},
     "conv": {"kernel": ("weight", 12, 18, 1), "bias": ("bias", 1, 6, 1)},
     "layer_norm": {"gain": ("norm", 1, 8, 1), "bias": ("norm", 1, 8, 1)},
     "group_norm": {"gain": ("norm", 1, 8, 1), "bias": ("norm", 1, 8, 1)},

@@ -116,25 +116,6 @@ def test_rotary_positions_are_relative() -> None:
     assert not np.allclose(stretched, plain, atol=1e-2)
 
 
-def test_a_cache_gives_what_the_uncached_layer_gives() -> None:
-    policy, options = "float16", {"num_kv_heads": 2, "rotary_base": 30.0, "mult": 2.0}
-    layer = attention(is_causal=True, max_length=TIME, policy=policy, **options)
-    uncached = np.asarray(jit(lambda x: layer(x).value)(X), np.float64)
-    # A longer cache than the sequence: unwritten slots are not attended to.
-    step, cache, parts = jit(layer.decode), layer.init_cache(2, 9), []
-    for start, stop in ((0, 3), (3, 4), (4, 5), (5, TIME)):
-        y, cache = step(X[:, start:stop], cache)
-        parts.append(np.asarray(y.value, np.float64))
-    assert int(cache.length) == TIME
-    assert cache.key.dtype == layer.policy.compute_dtype
-    # Both compute in float32 and round a few times to the policy's type.
-    near = 16 * float(jnp.finfo(policy).eps)
-    np.testing.assert_allclose(np.concatenate(parts, 1), uncached, rtol=near, atol=4 * near)
-    # A full cache gives NaN and not wrong tokens.
-    _, cache = step(X[:, :3], layer.init_cache(2, 4))
-    assert np.isnan(step(X[:, 3:5], cache)[0].value).all()
-
-
 def test_the_implementation_is_that_of_calls_and_not_of_decoding() -> None:
     """A cache needs a mask, which the requested kernel may not support."""
     layer = attention(is_causal=True, max_length=8, implementation="chunked")
@@ -376,7 +357,7 @@ def test_conversion_both_ways() -> None:
 @pytest.mark.parametrize("policy", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def test_decoding_gives_what_the_uncached_stack_gives(policy: str) -> None:
     options = {"policy": policy, "rotary_base": 100.0, "num_kv_heads": 1, "max_length": TIME}
-    one = stack_of(2, **options)
+    one = stack_of(2, **options, attention_mult=2.0)
     expected = jit(lambda x: to_array(one(x)))(X)
     near = 32 * float(jnp.finfo(policy).eps)  # rounding a few times per layer
     for model in (one, one.with_scan(True)):
@@ -386,6 +367,11 @@ def test_decoding_gives_what_the_uncached_stack_gives(policy: str) -> None:
             parts.append(np.asarray(to_array(y), np.float64))
         found = np.concatenate(parts, axis=1)
         np.testing.assert_allclose(found, expected, rtol=near, atol=4 * near)
+        assert {int(layer.length) for layer in cache} == {TIME}
+        assert {layer.key.dtype.name for layer in cache} == {policy}
+        # A full cache gives NaN and not wrong tokens.
+        _, cache = step(jnp.asarray(X[:, :4]), model.init_cache(2, 4))
+        assert np.isnan(to_array(step(jnp.asarray(X[:, 4:5]), cache)[0])).all()
 
 
 @pytest.mark.parametrize(("scan", "counts"), [(True, (2, 7)), ("auto", (8, 9))])
