@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from tests.modules import build
-from unitscale import nn, ops
+from unitscale import nn, ops, to_array
 
 
 class Layer(NamedTuple):
@@ -63,6 +63,29 @@ LAYERS: dict[str, Layer] = {
 def make(name: str, policy: Any = "float32", seed: int = 0) -> tuple[Any, Layer]:
     layer = LAYERS[name]
     return build(lambda: layer.make(policy=policy, rngs=nnx.Rngs(0)), seed), layer
+
+
+def value_of(model: nnx.Module, *args: Any) -> jax.Array:
+    return model(*args).value
+
+
+def functional(model: nnx.Module, call: Any = value_of) -> tuple[Any, Any]:
+    """Return `apply(params, *args) -> call(model, *args)` and the parameters.
+
+    All other state, such as random keys, is the same in every call.
+    """
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    return lambda params, *args: call(nnx.merge(graphdef, params, rest, copy=True), *args), params
+
+
+def loss_and_value(model: nnx.Module, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """Return a loss that depends on all outputs of a model, and these."""
+    y = to_array(model(*args))
+    return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+
+def sine_loss(model: nnx.Module, *args: Any) -> jax.Array:
+    return loss_and_value(model, *args)[0]
 
 
 def parameters(model: nnx.Module) -> dict[str, nnx.Param]:

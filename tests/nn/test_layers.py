@@ -13,23 +13,13 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-from tests.nn.table import LAYERS, Decoder, make, parameters
+from tests.nn.table import LAYERS, Decoder, functional, make, parameters, value_of
 from tests.optimizers import scaled
 from tests.products import products
 from unitscale import nn
 from unitscale.core import ScaledArray, is_scaled
 
 EPS = float(jnp.finfo(jnp.float32).eps)
-
-
-def _value(model: nnx.Module, x: jax.Array) -> jax.Array:
-    return model(x).value
-
-
-def functional(model: nnx.Module, call: Any = _value) -> tuple[Any, Any]:
-    """Return `apply(params, x) -> call(model, x)` and the parameters."""
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    return lambda params, x: call(nnx.merge(graphdef, params, rest, copy=True), x), params
 
 
 def loss_of(apply):
@@ -59,7 +49,8 @@ def test_jit_vmap_scan_and_remat(name) -> None:
     model, layer = make(name)
     x = layer.input(2)
     apply, params = functional(model)
-    second = functional(make(name, seed=1)[0])[1]
+    again, _ = functional(model, nnx.remat(value_of))
+    _, second = functional(make(name, seed=1)[0])
 
     def scanned(stacked, x):
         def step(carry, p):
@@ -78,7 +69,7 @@ def test_jit_vmap_scan_and_remat(name) -> None:
             # Under vmap each example is a batch of its own.
             "vmap": jax.vmap(apply, (None, 0))(params, x[:, None])[:, 0],
             "grads": jax.grad(loss_of(apply), (0, 1))(params, x),
-            "remat": jax.grad(loss_of(functional(model, nnx.remat(_value))[0]), (0, 1))(params, x),
+            "remat": jax.grad(loss_of(again), (0, 1))(params, x),
             "scan": outputs,
             "scan grads": stacked_grads,
         }

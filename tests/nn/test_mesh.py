@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from recipes.bench.wire import collectives
+from tests.nn.table import functional, loss_and_value
 from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import nn
 from unitscale.parallel import param_shardings
@@ -32,15 +33,9 @@ X = RNG.normal(size=(4, 6, 8)).astype(np.float32)
 def test_a_stack_brings_weights_to_activations(axes: dict[str, int], scan: bool) -> None:
     """Value and gradients equal those of one device; each device has its part of the stream."""
     model = nn.TransformerStack(2, 16, 4, is_causal=True, scan=scan, rngs=nnx.Rngs(0))
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    loss, params = functional(model, loss_and_value)
+    gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     x = np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)
-
-    def gradients(params: Any, x: Any) -> Any:
-        def loss(params: Any, x: Any) -> Any:
-            y = nnx.merge(graphdef, params, rest, copy=True)(x).value
-            return jnp.sum(jnp.sin(y)), y
-
-        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
 
     (_, whole), expected = jax.jit(gradients)(params, x)
     mesh = mesh_of(**axes)
@@ -140,17 +135,16 @@ def test_attention_and_dropout() -> None:
     """Dropout masks equal those of one device; parameters and gradients are not sharded."""
     attention = nn.MultiHeadAttention(2, 8, dropout_rate=0.5, is_causal=True, rngs=nnx.Rngs(0))
     dropout, key = nn.Dropout(0.5, rngs=nnx.Rngs(0)), jax.random.key(1)
-    graphdef, params, rest = nnx.split(attention, nnx.Param, ...)
+    heads = P("data", None, "model", None)
 
     def run(x: Any) -> Any:
-        heads = P("data", None, "model", None)
         options = {} if jax.typeof(x).sharding.mesh.empty else {"qkv_sharding": heads}
 
-        def loss(params: Any, x: Any) -> Any:
-            layer = nnx.merge(graphdef, params, rest, copy=True)
+        def call(layer: Any, x: Any) -> Any:
             y = dropout(layer(x, rngs=key, **options), rngs=key).value
             return jnp.sum(jnp.sin(y)), y
 
+        loss, params = functional(attention, call)
         return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
 
     found, expected = on_explicit_axes(run)

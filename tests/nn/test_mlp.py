@@ -1,6 +1,6 @@
 """MLPs and mixtures of experts."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.gradients import jit
 from tests.modules import build
+from tests.nn.table import functional, sine_loss
 from tests.parallel.devices import explicit_mesh
 from tests.refusals import refuses
 from unitscale import batch_over, nn, ops, rules
@@ -58,21 +59,18 @@ def test_values_of_an_mlp() -> None:
 def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str) -> None:
     """The backward pass keeps inputs of activations and recomputes their outputs."""
     layer = nn.MLP(8, 12, activation=activation, policy=policy, rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(layer)
 
-    def plain(layer, x):
+    def by_parts(layer, x):
         f, gate = getattr(ops, activation), layer.gate
-        return layer.down(f(layer.up(x)) if gate is None else f(layer.up(x), gate(x)))
-
-    def pull(f, params, x):
-        return jax.vjp(lambda params, x: f(nnx.merge(graphdef, params), x).value, params, x)
+        return layer.down(f(layer.up(x)) if gate is None else f(layer.up(x), gate(x))).value
 
     def run(f, params, x):
-        y, back = pull(f, params, x)
+        y, back = jax.vjp(f, params, x)
         return y, back(y)
 
-    own, x = lambda layer, x: layer(x), draw(0, 3, 5, 8)
-    kept = jax.eval_shape(lambda *args: pull(own, *args)[1], params, x)
+    (own, params), (plain, _) = functional(layer), functional(layer, by_parts)
+    x = draw(0, 3, 5, 8)
+    kept = jax.eval_shape(lambda *args: jax.vjp(own, *args)[1], params, x)
     hidden = [a for a in jax.tree.leaves(kept) if a.ndim > 2 and a.shape[-1] == 12]
     assert len(hidden) == 1 + (layer.gate is not None) + (policy != "fp8")
     assert sum(a.dtype.itemsize == 1 for a in hidden) == (policy == "fp8_dynamic")
@@ -84,13 +82,10 @@ def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str)
 def test_recomputation_under_vmap_and_scan_and_of_parts_of_a_batch() -> None:
     """The backward pass, traced outside of `batch_over`, still has its factors."""
     layer = nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(layer)
     x = draw(0, 3, 5, 8)
 
     def gradients(call):
-        def loss(params, x):
-            y = call(nnx.merge(graphdef, params), x).value
-            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+        loss, params = functional(layer, lambda layer, x: sine_loss(partial(call, layer), x))
 
         def part(params, x):
             with batch_over("parts"):
@@ -122,7 +117,7 @@ def test_who_watches_layers_sees_the_last(monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_array_equal(last, y)
 
 
-@pytest.mark.parametrize("kind", [nn.MLP, functools.partial(nn.MoE, experts=2)])
+@pytest.mark.parametrize("kind", [nn.MLP, partial(nn.MoE, experts=2)])
 def test_dropout_is_on_the_output(kind) -> None:
     layer = kind(8, 12, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1))
     x = draw(10, 30, 8)
@@ -142,13 +137,14 @@ def moe(policy="float32", seed=0, **options):
 
 def gradients(model, x, cotangent):
     """Return a function for value and gradients by parameters and input, and the parameters."""
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def call(model, x):
+        y = model(x).value
+        return jnp.sum(y.astype(jnp.float32) * cotangent), y
+
+    loss, params = functional(model, call)
 
     def run(params, x):
-        def loss(params, x):
-            y = nnx.merge(graphdef, params, rest, copy=True)(x).value
-            return jnp.sum(y.astype(jnp.float32) * cotangent), y
-
         (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
         return y, grads
 
@@ -205,11 +201,12 @@ def test_losses_of_the_router() -> None:
     plain, weighted = moe(), moe(load_balancing=0.5, z_loss=0.25)
     run, params = gradients(plain, x, cotangent)
     with_loss, _ = gradients(weighted, x, cotangent)
-    graphdef, _, rest = nnx.split(plain, nnx.Param, ...)
 
-    def alone(params, x):
-        routing = nnx.merge(graphdef, params, rest, copy=True).route(x)
+    def losses(model, x):
+        routing = model.route(x)
         return 0.5 * routing.load_balancing_loss() + 0.25 * routing.z_loss()
+
+    alone, _ = functional(plain, losses)
 
     def everything(params, x):
         return run(params, x), with_loss(params, x), jax.grad(alone, (0, 1))(params, x)

@@ -1,5 +1,6 @@
 """Attention and its cache, residual branches, transformer layers and stacks, scans over layers."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from recipes.bench.wire import collectives
 from tests.gradients import jit
 from tests.modules import build
+from tests.nn.table import functional, loss_and_value, sine_loss
 from tests.parallel.devices import mesh_of, relative_error
 from tests.refusals import refuses
 from unitscale import nn, ops, rules
@@ -202,48 +204,41 @@ def stack_of(layers: int = LAYERS, **options) -> nn.TransformerStack:
     )
 
 
+def saved(loss, params) -> list[jax.ShapeDtypeStruct]:
+    """Return the arrays that are saved for the backward pass."""
+    return jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params))
+
+
 def test_remat_changes_no_number() -> None:
     """Values, gradients and dropout masks are equal, and less is saved for the backward pass."""
-    losses, saved = [], []
+    losses, sizes = [], []
     for remat in ("none", "dots", "layer"):
-        graphdef, params, rest = nnx.split(
-            stack_of(1, remat=remat, dropout_rate=0.3), nnx.Param, ...
-        )
-
-        def loss(params, graphdef=graphdef, rest=rest):
-            return jnp.sum(jnp.sin(nnx.merge(graphdef, params, rest, copy=True)(X).value))
-
-        kept = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
-        saved.append(sum(leaf.size for leaf in jax.tree.leaves(kept)))
+        stack = stack_of(1, remat=remat, dropout_rate=0.3)
+        loss, params = functional(stack, lambda model: sine_loss(model, X))
+        sizes.append(sum(leaf.size for leaf in saved(loss, params)))
         losses.append(jax.value_and_grad(loss))
     plain, *others = jit(lambda params: [loss(params) for loss in losses])(params)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     for other in others:
-        for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(plain), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-    assert saved == sorted(set(saved), reverse=True)
+        jax.tree.map(near, other, plain)
+    assert sizes == sorted(set(sizes), reverse=True)
 
 
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_remat_saves_quantized_inputs(scan: bool) -> None:
     """One byte for each input of a matmul; the gradient is the same."""
-    x, found, saved = jnp.asarray(X, jnp.bfloat16), {}, {}
+    x, losses, sizes = jnp.asarray(X, jnp.bfloat16), [], []
     for remat in ("quantized", "layer"):
-        stack = nn.TransformerStack(
-            2, WIDTH, 2, 24, remat=remat, scan=scan, policy="fp8_dynamic", rngs=nnx.Rngs(0)
-        )
-        graphdef, params = nnx.split(stack)
-
-        def loss(params, graphdef=graphdef):
-            return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(x).value.astype(jnp.float32)))
-
-        found[remat] = jit(jax.grad(loss))(params)
-        kept = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
-        saved[remat] = sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf.dtype.itemsize == 1)
-    for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
-        np.testing.assert_array_equal(a, b)
+        options = {"remat": remat, "scan": scan, "policy": "fp8_dynamic", "rngs": nnx.Rngs(0)}
+        stack = nn.TransformerStack(2, WIDTH, 2, 24, **options)
+        loss, params = functional(stack, lambda model: sine_loss(model, x))
+        losses.append(jax.grad(loss))
+        sizes.append(sum(leaf.size for leaf in saved(loss, params) if leaf.dtype.itemsize == 1))
+    found = jit(lambda params: [loss(params) for loss in losses])(params)
+    jax.tree.map(np.testing.assert_array_equal, *found)
     # Inputs of query, key, value, out and up have the width, that of down is hidden.
-    assert saved["layer"] == 0
-    assert saved["quantized"] in (2 * x.size // WIDTH * (n * WIDTH + 24) for n in (4, 5))
+    assert sizes[1] == 0
+    assert sizes[0] in (2 * x.size // WIDTH * (n * WIDTH + 24) for n in (4, 5))
 
 
 @pytest.mark.parametrize(
@@ -255,13 +250,10 @@ def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
     mesh = mesh_of(tensor=devices)
     options = {"is_causal": True, "activation": activation, "use_bias": False}
     layer = build(lambda: nn.TransformerLayer(32, 4, **options, rngs=nnx.Rngs(0)))
-    graphdef, params = nnx.split(layer)
+    forward, params = functional(layer)
     shardings = param_shardings(params, mesh, small=256)
     placed, whole = jax.device_put(params, shardings), jax.NamedSharding(mesh, jax.P())
     x = inputs(5, 32)
-
-    def forward(params, x):
-        return nnx.merge(graphdef, params)(x).value
 
     def gradients(params, x):
         return jax.grad(lambda *args: jnp.sum(jnp.cos(forward(*args))), argnums=(0, 1))(params, x)
@@ -284,12 +276,7 @@ def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
 
 def values_and_gradients(stack: nn.TransformerStack):
     """Return the output, and gradients by (stacked) parameters and input."""
-    graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
-
-    def loss(params, x):
-        y = to_array(nnx.merge(graphdef, params, rest, copy=True)(x)).astype(jnp.float32)
-        return jnp.sum(jnp.sin(y)), y
-
+    loss, params = functional(stack, loss_and_value)
     (_, y), grads = jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, jnp.asarray(X))
     by_params = jax.tree.map(np.asarray, nnx.to_pure_dict(grads[0])["layers"])
     if not stack.scan:
@@ -380,9 +367,8 @@ def test_the_program_holds_one_layer(scan, counts) -> None:
         stack = nnx.eval_shape(
             lambda: nn.TransformerStack(count, 8, 2, scan=scan, rngs=nnx.Rngs(0))
         )
-        graphdef, state = nnx.split(stack)
-        jaxpr = jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x).value)
-        return len(str(jaxpr(state, jnp.ones((1, 3, 8)))).splitlines())
+        apply, params = functional(stack)
+        return len(str(jax.make_jaxpr(apply)(params, jnp.ones((1, 3, 8)))).splitlines())
 
     few, many = map(length, counts)
     assert few == many
