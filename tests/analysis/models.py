@@ -193,10 +193,7 @@ BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
     "scan": ({"gelu"}, functional(scanned(lambda y: ops.gelu(y, constraint=None)))),
     "recurrent": ({"silu"}, functional(recurrent(lambda y: ops.silu(y, constraint=None)))),
     "tied": ({"embed", "dense"}, functional(tied(ops.dense))),
-    "scaled cotangent": (
-        {"scale_bwd"},
-        functional(beside(lambda p, h: ops.scale_bwd(h, 3.0))),
-    ),
+    "scaled cotangent": ({"scale_bwd"}, functional(beside(lambda p, h: ops.scale_bwd(h, 3.0)))),
     "lost": ({"scale_bwd"}, functional(chain(lambda p, h: ops.scale_bwd(h, 0.0)))),
     "wrong rule": ({"bent"}, functional(chain(lambda p, h: bent(h.data)))),
 }

@@ -38,11 +38,7 @@ def of(rule):
 CLOSED = {
     "matmul": (jnp.matmul, LINEAR, of(rules.matmul(96, 64, 48, constraint=None))),
     "dense": (lambda x, w: x @ w, LINEAR, (dense.fwd, dense.bwd[:2])),
-    "conv": (
-        conv,
-        [zeros(8, 400, 8), zeros(2, 8, 16)],
-        (convolution.fwd, convolution.bwd[:2]),
-    ),
+    "conv": (conv, [zeros(8, 400, 8), zeros(2, 8, 16)], (convolution.fwd, convolution.bwd[:2])),
     # A bias from N(0, 1) doubles the variance of the sum.
     "norm": (
         lambda x, bias: ops.layer_norm(x).data + bias,
@@ -62,11 +58,7 @@ CLOSED = {
         of(rules.dot_product_attention(256, 32, is_causal=False, mult=16.0, constraint=None)),
     ),
     "mse": (lambda p, t: jnp.sum((p - t) ** 2), PAIR, of(rules.mse_loss())),
-    "gelu": (
-        jax.nn.gelu,
-        [zeros(256, 256)],
-        of(rules.elementwise(jax.nn.gelu, constraint=None)),
-    ),
+    "gelu": (jax.nn.gelu, [zeros(256, 256)], of(rules.elementwise(jax.nn.gelu, constraint=None))),
 }
 
 

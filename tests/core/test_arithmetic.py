@@ -155,10 +155,7 @@ def test_matmul() -> None:
     assert_close(got, np.ones((3, 4)) @ exact(x), 2.0**-20, np.ones((3, 4)) @ np.abs(exact(x)))
 
 
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [((3,), (3,)), ((2, 4, 3), (3, 5)), ((3,), (2, 3, 5))],
-)
+@pytest.mark.parametrize(("left", "right"), [((3,), (3,)), ((2, 4, 3), (3, 5)), ((3,), (2, 3, 5))])
 @pytest.mark.parametrize("contracted", [False, True], ids=["outer", "contracted"])
 def test_scales_of_a_product(left, right, contracted: bool) -> None:
     """Only scales along the contracted axis enter the matmul."""

@@ -168,12 +168,7 @@ def test_exponents_are_exact() -> None:
     np.testing.assert_array_equal(normal_pow2(normal), 2.0**normal)
 
 
-SIMULATED = {
-    "E4M3": "float8_e4m3",
-    "E5M2": "float8_e5m2",
-    "E5M10": "float16",
-    "E8M7": "bfloat16",
-}
+SIMULATED = {"E4M3": "float8_e4m3", "E5M2": "float8_e5m2", "E5M10": "float16", "E8M7": "bfloat16"}
 FP8 = ["float8_e4m3fn", "float8_e5m2"]
 ALL_16_BIT = {
     t.__name__: np.arange(2**16, dtype=np.uint16).view(t) for t in (np.float16, ml_dtypes.bfloat16)

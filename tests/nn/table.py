@@ -38,8 +38,7 @@ LAYERS: dict[str, Layer] = {
     "gated": Layer(lambda **k: nn.MLP(WIDTH, 12, activation="silu_glu", **k), (WIDTH,)),
     "moe": Layer(lambda **k: nn.MoE(WIDTH, 12, experts=3, load_balancing=0.1, **k), (WIDTH,)),
     "attention": Layer(
-        lambda **k: nn.MultiHeadAttention(4, WIDTH, num_kv_heads=2, is_causal=True, **k),
-        (5, WIDTH),
+        lambda **k: nn.MultiHeadAttention(4, WIDTH, num_kv_heads=2, is_causal=True, **k), (5, WIDTH)
     ),
     "residual": Layer(
         lambda **k: nn.Residual(nn.Dense(WIDTH, WIDTH, **k), tau=0.5, depth=6), (WIDTH,)

@@ -111,12 +111,7 @@ def some(argnames: str, *cases: Any, slow: Any = ()) -> Any:
     return pytest.mark.parametrize(argnames.split(), cases, ids=str)
 
 
-@some(
-    "tied policy",
-    (False, "fp8"),
-    (True, "float32"),
-    slow=[(False, "float32"), (True, "fp8")],
-)
+@some("tied policy", (False, "fp8"), (True, "float32"), slow=[(False, "float32"), (True, "fp8")])
 def test_losses_and_gradients_are_those_without_padding(tied: bool, policy: str) -> None:
     wide = nn.as_policy(policy)
     wide = wide if policy == "float32" else wide.with_quantized_readout()
@@ -143,10 +138,7 @@ def test_a_readout_with_a_bias_makes_whole_logits() -> None:
     layer.bias.set_value(jnp.arange(VOCAB) / VOCAB)
     x, labels = jnp.ones((2, WIDTH)), jnp.array([0, 3])
     logits, found = jit(
-        lambda x: (
-            layer(x).value,
-            layer.cross_entropy(x, labels, reduction="none", chunk_size=1),
-        )
+        lambda x: (layer(x).value, layer.cross_entropy(x, labels, reduction="none", chunk_size=1))
     )(x)
     logits = np.asarray(logits, np.float64)
     expected = np.log(np.exp(logits).sum(-1)) - logits[[0, 1], [0, 3]]

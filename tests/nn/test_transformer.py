@@ -90,8 +90,7 @@ def test_attention_against_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "masked"),
-    [((3, 2), (3, 2, 1, TIME, TIME)), ((), (HEADS, 1, TIME))],
+    ("batch", "masked"), [((3, 2), (3, 2, 1, TIME, TIME)), ((), (HEADS, 1, TIME))]
 )
 def test_any_number_of_batch_axes(batch, masked) -> None:
     """The result is the same as for one sequence at a time."""
@@ -242,8 +241,7 @@ def test_remat_saves_quantized_inputs(scan: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "devices"),
-    [("silu_glu", 2), pytest.param("gelu", 4, marks=pytest.mark.slow)],
+    ("activation", "devices"), [("silu_glu", 2), pytest.param("gelu", 4, marks=pytest.mark.slow)]
 )
 def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
     """The forward pass sums over devices, without gathering matrices, heads or hidden units."""

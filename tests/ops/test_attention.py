@@ -18,16 +18,7 @@ from unitscale.core import ScaledArray
 from unitscale.ops import _attention_kernels as kernels
 from unitscale.parallel import make_mesh
 
-from .conformance import (
-    assert_close,
-    case,
-    check,
-    check_all,
-    normal,
-    pulled,
-    rounded,
-    scaled,
-)
+from .conformance import assert_close, case, check, check_all, normal, pulled, rounded, scaled
 
 BATCH, TIME, SOURCE, DIM = 2, 11, 6, 4
 SHAPE = (1, 3, 2, 4)

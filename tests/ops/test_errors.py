@@ -67,10 +67,7 @@ def under(size: Any) -> None:
 
 VALUES = {
     "dense": [
-        (
-            lambda: ops.dense(x, jnp.ones((16, 64))),
-            r"kernel must .* kernel \(16, 64\)",
-        ),
+        (lambda: ops.dense(x, jnp.ones((16, 64))), r"kernel must .* kernel \(16, 64\)"),
         (lambda: ops.dense(x, w.T), r"Transpose the kernel\?"),
         (lambda: ops.dense(x, w, jnp.ones(5)), r"bias must be .*; got bias \(5,\)"),
         (lambda: ops.dense(x, w, constraint="to_output_scal"), "mean 'to_output_scale'"),

@@ -12,15 +12,7 @@ from unitscale import ops, rules
 from unitscale.core import ScaledArray
 from unitscale.ops._elementwise import _gelu
 
-from .conformance import (
-    case,
-    check_all,
-    in_every_dtype,
-    linear,
-    normal,
-    pulled,
-    under_scales,
-)
+from .conformance import case, check_all, in_every_dtype, linear, normal, pulled, under_scales
 
 KEY = jax.random.key(3)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -161,12 +161,7 @@ VARYING = [
     ("einsum heads, bias", np.float32([1, 2, 4, 8, 16]), 2.0, None),
     ("lora, base", np.float32([[[1], [2], [64]]]), np.float32([1, 2, 4]), 2.0, 2.0),
     ("lora", None, None, np.float32([1, 2, 8, 4])),
-    (
-        "grouped, bias",
-        np.float32([[1], [2], [64], [1], [8], [1]]),
-        0.5,
-        np.float32([1, 2, 4, 1]),
-    ),
+    ("grouped, bias", np.float32([[1], [2], [64], [1], [8], [1]]), 0.5, np.float32([1, 2, 4, 1])),
     ("matmul", np.float32([1, 4, 0.5, 2]), None),
     ("matmul", None, np.float32([[1], [4], [0.5], [2]])),
 ]

@@ -14,13 +14,7 @@ from tests.parallel.devices import explicit_mesh
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import (
-    in_every_dtype,
-    linear,
-    normal,
-    pulled,
-    under_scales,
-)
+from .conformance import in_every_dtype, linear, normal, pulled, under_scales
 
 IDS = np.array([[0, 3, 3], [4, 0, 3]])
 POSITIONS = np.array([0, 1, 700])

@@ -10,15 +10,7 @@ from tests.batching import compute
 from unitscale import grad, ops
 from unitscale.core import ScaledArray
 
-from .conformance import (
-    case,
-    in_every_dtype,
-    normal,
-    pulled,
-    scaled,
-    under_scales,
-    values,
-)
+from .conformance import case, in_every_dtype, normal, pulled, scaled, under_scales, values
 
 WEIGHT = 6**-0.5  # of six rows
 

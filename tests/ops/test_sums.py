@@ -112,11 +112,7 @@ SUMS = {
 }
 SPLITS = {
     f"part {i} of residual_split": linear(
-        lambda x, i=i: ops.residual_split(x, TAU)[i],
-        lambda x: x,
-        PAIR[:1],
-        fwd=1.0,
-        bwd=(weight,),
+        lambda x, i=i: ops.residual_split(x, TAU)[i], lambda x: x, PAIR[:1], fwd=1.0, bwd=(weight,)
     )
     for i, weight in enumerate((0.6, 0.8))
 }
@@ -138,14 +134,7 @@ FAN_OUT = case(
     slack=4,
 )
 TRUE = {
-    name: case(
-        op,
-        reference,
-        normal(name, *shapes),
-        fwd=1.0,
-        bwd=(1.0,) * len(shapes),
-        slack=slack,
-    )
+    name: case(op, reference, normal(name, *shapes), fwd=1.0, bwd=(1.0,) * len(shapes), slack=slack)
     for name, (op, reference, shapes, slack) in CELLS.items()
 }
 test_value_and_gradients = in_every_dtype(

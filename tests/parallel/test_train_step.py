@@ -14,13 +14,7 @@ from tests.optimizers import scaled
 from tests.parallel.devices import mesh_of, relative_error
 from unitscale import ops
 from unitscale.core import ScaledArray, to_array
-from unitscale.parallel import (
-    AutoScale,
-    ParallelState,
-    param_shardings,
-    shard_batch,
-    train_step,
-)
+from unitscale.parallel import AutoScale, ParallelState, param_shardings, shard_batch, train_step
 
 WIDTH, HIDDEN, BATCH, STEPS = 16, 64, 32, 5
 SGD = optax.sgd(0.1)

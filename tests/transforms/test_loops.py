@@ -88,9 +88,7 @@ def flagged(x: Any) -> Any:
 def nested(x: Any) -> Any:
     """Compute the cube root by iterating r -> sqrt(x / r)."""
     return turns(
-        lambda r: jnp.max(jnp.abs(r**3 - x)) <= 1e-4,
-        lambda r: newton(x / r)[0],
-        jnp.ones_like(x),
+        lambda r: jnp.max(jnp.abs(r**3 - x)) <= 1e-4, lambda r: newton(x / r)[0], jnp.ones_like(x)
     )
 
 
