@@ -242,51 +242,45 @@ def primitives(f: Any, *args: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("axes", "dimensions", "spec"),
+    ("axes", "start", "dimensions", "spec"),
     [
-        ({"data": 4}, (BATCH_AXES,), P("data")),
-        ({"data": 2, "fsdp": 2}, (BATCH_AXES,), P(("fsdp", "data"))),
-        ({"fsdp": 2, "context": 2}, (BATCH_AXES, CONTEXT_AXES), P("fsdp", "context")),
-        ({"fsdp": 2, "tensor": 2}, (BATCH_AXES, CONTEXT_AXES), P("fsdp")),
-        ({"data": 2, "context": 2}, (None, ("context",)), P(None, "context")),
-        ({"context": 8}, (BATCH_AXES, CONTEXT_AXES), None),  # 8 does not divide 4
-        ({"tensor": 2}, (BATCH_AXES,), None),
-        ({"tensor": 2}, ((),), P(None)),
-        ({"data": 1}, (BATCH_AXES,), None),
+        ({"data": 4}, P(), (BATCH_AXES,), P("data")),
+        ({"data": 2, "fsdp": 2}, P(), (BATCH_AXES,), P(("fsdp", "data"))),
+        ({"fsdp": 2, "context": 2}, P(), (BATCH_AXES, CONTEXT_AXES), P("fsdp", "context")),
+        ({"fsdp": 2, "tensor": 2}, P(), (BATCH_AXES, CONTEXT_AXES), P("fsdp")),
+        ({"data": 2, "context": 2}, P(), (None, ("context",)), P(None, "context")),
+        ({"context": 8}, P(), (BATCH_AXES, CONTEXT_AXES), None),  # 8 does not divide 4
+        ({"tensor": 2}, P(), (BATCH_AXES,), None),
+        ({"tensor": 2}, P(), ((),), P(None)),
+        ({"data": 1}, P(), (BATCH_AXES,), None),
+        # A dimension may be whole, or stay as it is.
+        (
+            {"data": 2, "context": 2},
+            P("data", "context"),
+            (BATCH_AXES, (), CONTEXT_AXES),
+            P("data", None, "context"),
+        ),
+        ({"data": 2, "context": 2}, P("data"), (None, ("context",)), P("data", "context")),
     ],
     ids=str,
 )
-def test_dimensions_lie_over_the_axes_that_divide_them(axes: Any, dimensions: Any, spec: Any):
+def test_dimensions_lie_over_the_axes_that_divide_them(axes, start, dimensions, spec) -> None:
+    """Those of the gradient too."""
     mesh = mesh_of(**axes)
+
+    def f(x: Any) -> Any:
+        return jnp.sin(constrain_sharding(x, *dimensions))
+
     with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P()))
-        y = jax.jit(lambda x: constrain_sharding(x, *dimensions) + 0)(x)
-        asked = primitives(lambda x: constrain_sharding(x, *dimensions), x)
-    np.testing.assert_array_equal(y, X)
-    assert asked == ([] if spec is None else ["sharding_constraint"])
+        x = jax.device_put(X, NamedSharding(mesh, start))
+        y = jax.jit(f)(x)
+        asked = primitives(f, x)
+        gradient = primitives(jax.grad(lambda x: jnp.sum(f(x))), x)
+    np.testing.assert_allclose(y, np.sin(X), rtol=1e-6, atol=1e-6)
+    assert asked == [*["sharding_constraint"] * (spec is not None), "sin"]
+    assert gradient.count("sharding_constraint") == 2 * (spec is not None)
     if spec is not None:
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
-
-
-def test_dimensions_may_be_whole_or_stay_where_they_lie() -> None:
-    mesh = mesh_of(data=2, context=2)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("data", "context")))
-        y = jax.jit(lambda x: constrain_sharding(x, BATCH_AXES, (), CONTEXT_AXES) + 0)(x)
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        z = jax.jit(lambda x: constrain_sharding(x, None, ("context",)) + 0)(x)
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "context")), 3)
-    assert z.sharding.spec == P("data", "context")
-
-
-def test_the_gradient_lies_there_too() -> None:
-    mesh = mesh_of(data=4)
-    with jax.set_mesh(mesh):
-        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(constrain_sharding(x, BATCH_AXES))))
-        found = primitives(gradient, X)
-        value = jax.jit(gradient)(X)
-    assert found.count("sharding_constraint") == 2
-    np.testing.assert_allclose(value, np.cos(X), rtol=1e-6, atol=1e-6)
 
 
 def test_mapped_functions() -> None:
