@@ -21,7 +21,17 @@ class Layer(NamedTuple):
         return jnp.asarray(x, dtype)
 
 
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
 WIDTH = 8
+CELLS = {
+    "gru": nn.GRUCell,
+    "simple": nn.SimpleCell,
+    "lstm": nn.OptimizedLSTMCell,
+    "rhn": nn.RHNCell,
+}
 
 LAYERS: dict[str, Layer] = {
     "dense": Layer(lambda **k: nn.Dense(WIDTH, 6, **k), (WIDTH,)),
@@ -46,10 +56,10 @@ LAYERS: dict[str, Layer] = {
     "layer": Layer(
         lambda **k: nn.TransformerLayer(WIDTH, 2, 12, depth=6, rotary_base=100.0, **k), (5, WIDTH)
     ),
-    "gru": Layer(lambda **k: nn.RNN(nn.GRUCell(WIDTH, 6, **k)), (4, WIDTH)),
-    "simple": Layer(lambda **k: nn.RNN(nn.SimpleCell(WIDTH, 6, **k)), (4, WIDTH)),
-    "lstm": Layer(lambda **k: nn.RNN(nn.OptimizedLSTMCell(WIDTH, 6, **k)), (4, WIDTH)),
-    "rhn": Layer(lambda **k: nn.RNN(nn.RHNCell(WIDTH, 6, **k)), (4, WIDTH)),
+    **{
+        name: Layer(lambda cell=cell, **k: nn.RNN(cell(WIDTH, 6, **k)), (4, WIDTH))
+        for name, cell in CELLS.items()
+    },
     "stack": Layer(
         lambda **k: nn.TransformerStack(
             1, WIDTH, 2, 12, remat="layer", norm="layer", norm_placement="post", **k
@@ -122,15 +132,10 @@ class Decoder(nnx.Module):
         self.norm = nn.RMSNorm(width, policy=policy)
         self.readout = None if tied else nn.Readout(width, vocab, policy=policy, rngs=rngs)
 
-    def __call__(self, ids: jax.Array, cache: Any = None) -> Any:
+    def __call__(self, ids: jax.Array) -> Any:
         x = self.embed(ids)
-        if self.positions is not None:
-            start = 0 if cache is None else cache[0].length
-            x = self.positions(x, start + jnp.arange(ids.shape[1]))
-        x, cache = (self.stack(x), None) if cache is None else self.stack.decode(x, cache)
-        x = self.norm(x)
-        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
-        return logits if cache is None else (logits, cache)
+        x = self.norm(self.stack(x if self.positions is None else self.positions(x)))
+        return self.embed.attend(x) if self.readout is None else self.readout(x)
 
     def loss(self, ids: jax.Array, targets: jax.Array) -> jax.Array:
         return ops.softmax_cross_entropy(self(ids), targets)

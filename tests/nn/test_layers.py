@@ -230,26 +230,9 @@ def test_views_are_as_those_of_flax() -> None:
     assert "running averages" in shown
 
 
-TWINS = {
-    nn.Dense: nnx.Linear,
-    nn.Einsum: nnx.Einsum,
-    nn.LoRA: nnx.LoRA,
-    nn.LoRALinear: nnx.LoRALinear,
-    nn.Conv: nnx.Conv,
-    nn.ConvTranspose: nnx.ConvTranspose,
-    nn.Embed: nnx.Embed,
-    nn.LayerNorm: nnx.LayerNorm,
-    nn.RMSNorm: nnx.RMSNorm,
-    nn.GroupNorm: nnx.GroupNorm,
-    nn.BatchNorm: nnx.BatchNorm,
-    nn.Dropout: nnx.Dropout,
-    nn.MultiHeadAttention: nnx.MultiHeadAttention,
-    nn.SimpleCell: nnx.SimpleCell,
-    nn.GRUCell: nnx.GRUCell,
-    nn.OptimizedLSTMCell: nnx.OptimizedLSTMCell,
-    nn.RNN: nnx.RNN,
-    nn.Optimizer: nnx.Optimizer,
-}
+NAMES = "Einsum LoRA LoRALinear Conv ConvTranspose Embed LayerNorm RMSNorm GroupNorm BatchNorm"
+NAMES += " Dropout MultiHeadAttention SimpleCell GRUCell OptimizedLSTMCell RNN Optimizer"
+TWINS = {nn.Dense: nnx.Linear} | {getattr(nn, n): getattr(nnx, n) for n in NAMES.split()}
 OURS = {"policy", "constraint", "pad_to_multiple_of", "is_causal", "max_length", "rotary_base"}
 OURS |= {"mult", "implementation", "stack_axes", "kernel_metadata", "recurrent_kernel_metadata"}
 OURS |= {"bias_metadata", "dtype", "param_dtype"}

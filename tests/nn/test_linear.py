@@ -10,15 +10,11 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-from tests.nn.table import parameters
+from tests.nn.table import normal, parameters
 from tests.optimizers import scaled
 from tests.refusals import refuses
 from unitscale import grad, nn, optim, to_array
 from unitscale.core import ScaledArray
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def test_lora_is_that_of_flax_over_the_roots_of_fan_in_and_rank() -> None:

@@ -11,41 +11,27 @@ from jax.sharding import PartitionSpec as P
 
 from tests.gradients import jit
 from tests.modules import build
-from tests.nn.table import functional, sine_loss
+from tests.nn.table import functional, normal, sine_loss
 from tests.parallel.devices import explicit_mesh
 from tests.refusals import refuses
 from unitscale import batch_over, nn, ops, rules
 
-PLAIN = {"gelu": jax.nn.gelu, "silu": jax.nn.silu, "relu": jax.nn.relu, "tanh": jnp.tanh}
 WIDTH, HIDDEN, TOKENS = 16, 24, 40
 
 
-def draw(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def product(dense: nn.Dense, x):
-    return x @ dense.kernel.get_value() / dense.in_features**0.5 + dense.bias.get_value()
-
-
 def test_values_of_an_mlp() -> None:
-    x, pairs = draw(0, 3, 8), []
-    for name, f in PLAIN.items():
-        layer = nn.MLP(8, 12, 5, activation=name, mult=1.5, rngs=nnx.Rngs(0))
-        factor = rules.elementwise(f, mult=1.5).fwd
-        hidden = lambda x, up=layer.up, f=f, c=factor: c * f(1.5 * product(up, x))  # noqa: E731
-        pairs.append((layer, hidden))
-    for name in ("silu", "gelu"):
-        layer = nn.MLP(8, 12, activation=f"{name}_glu", mult=1.5, rngs=nnx.Rngs(0))
-        factor = rules.glu(PLAIN[name], mult=1.5).fwd
+    layers = {
+        name: nn.MLP(8, 12, 5, activation=name, mult=1.5, rngs=nnx.Rngs(0))
+        for name in ("gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu")
+    }
 
-        def hidden(x, layer=layer, f=PLAIN[name], c=factor):
-            return c * product(layer.up, x) * f(1.5 * product(layer.gate, x))
+    def by_parts(name, layer, x):
+        gate = () if layer.gate is None else (layer.gate(x),)
+        return layer.down(getattr(ops, name)(layer.up(x), *gate, mult=1.5))
 
-        pairs.append((layer, hidden))
-    run = jit(lambda x: [(m(x).value, product(m.down, hidden(x))) for m, hidden in pairs])
-    for found, expected in run(x):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    run = jit(lambda x: [(m(x).value, by_parts(n, m, x).value) for n, m in layers.items()])
+    for found, expected in run(normal(0, 3, 8)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +55,7 @@ def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str)
         return y, back(y)
 
     (own, params), (plain, _) = functional(layer), functional(layer, by_parts)
-    x = draw(0, 3, 5, 8)
+    x = normal(0, 3, 5, 8)
     kept = jax.eval_shape(lambda *args: jax.vjp(own, *args)[1], params, x)
     hidden = [a for a in jax.tree.leaves(kept) if a.ndim > 2 and a.shape[-1] == 12]
     assert len(hidden) == 1 + (layer.gate is not None) + (policy != "fp8")
@@ -82,7 +68,7 @@ def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str)
 def test_recomputation_under_vmap_and_scan_and_of_parts_of_a_batch() -> None:
     """The backward pass, traced outside of `batch_over`, still has its factors."""
     layer = nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
-    x = draw(0, 3, 5, 8)
+    x = normal(0, 3, 5, 8)
 
     def gradients(call):
         loss, params = functional(layer, lambda layer, x: sine_loss(partial(call, layer), x))
@@ -120,7 +106,7 @@ def test_who_watches_layers_sees_the_last(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("kind", [nn.MLP, partial(nn.MoE, experts=2)])
 def test_dropout_is_on_the_output(kind) -> None:
     layer = kind(8, 12, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1))
-    x = draw(10, 30, 8)
+    x = normal(10, 30, 8)
     noisy, quiet = nnx.jit(lambda m, x: (m(x).value, m(x, deterministic=True).value))(layer, x)
     kept = noisy != 0
     assert 0 < np.mean(kept) < 1
@@ -153,7 +139,7 @@ def gradients(model, x, cotangent):
 
 def test_is_the_mlp_that_it_is_made_of() -> None:
     """One expert equals an MLP of the same parameters; several equal the weighted sum of MLPs."""
-    x = draw(0, 3, 5, WIDTH)
+    x = normal(0, 3, 5, WIDTH)
     one, three = moe(experts=1, top_k=1), moe(experts=3, top_k=3)
 
     def expert(model, index):
@@ -173,7 +159,7 @@ def test_is_the_mlp_that_it_is_made_of() -> None:
 
     for found, expected in run(x):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    layer, x = nn.ExpertDense(2, 8, 3, rngs=nnx.Rngs(0)), draw(10, 30, 8)
+    layer, x = nn.ExpertDense(2, 8, 3, rngs=nnx.Rngs(0)), normal(10, 30, 8)
     groups = ops.Groups(jnp.array([10, 20]), rows=30, groups=2)
     expected = ops.dense(x[:10], layer.kernel.get_value()[0]).value
     np.testing.assert_allclose(layer(x, groups).value[:10], expected, rtol=1e-5, atol=1e-5)
@@ -182,8 +168,8 @@ def test_is_the_mlp_that_it_is_made_of() -> None:
 def test_experts_without_tokens_one_with_all_and_no_tokens() -> None:
     model = moe("float16", activation="gelu")
     model.router.set_value(jnp.zeros((WIDTH, 4)).at[:, 1].set(3.0).at[:, 2].set(2.0))
-    x = jnp.abs(draw(3, TOKENS, WIDTH))
-    run, params = gradients(model, x, draw(4, TOKENS, WIDTH))
+    x = jnp.abs(normal(3, TOKENS, WIDTH))
+    run, params = gradients(model, x, normal(4, TOKENS, WIDTH))
     y, (grads, dx) = jit(run)(params, x)
     for path, grad in nnx.to_flat_state(grads["experts"]):
         used = np.any(np.asarray(grad.get_value()).reshape(4, -1), 1)
@@ -197,7 +183,7 @@ def test_experts_without_tokens_one_with_all_and_no_tokens() -> None:
 
 def test_losses_of_the_router() -> None:
     """The weight of a router loss changes gradients but not values."""
-    x, cotangent = draw(5, TOKENS, WIDTH), draw(6, TOKENS, WIDTH)
+    x, cotangent = normal(5, TOKENS, WIDTH), normal(6, TOKENS, WIDTH)
     plain, weighted = moe(), moe(load_balancing=0.5, z_loss=0.25)
     run, params = gradients(plain, x, cotangent)
     with_loss, _ = gradients(weighted, x, cotangent)
@@ -229,7 +215,7 @@ def test_losses_of_the_router() -> None:
 )
 @pytest.mark.slow
 def test_experts_on_a_mesh_whose_axes_are_part_of_the_type(axes, spec, policy) -> None:
-    x, cotangent = draw(7, 8, 6, WIDTH), draw(8, 8, 6, WIDTH)
+    x, cotangent = normal(7, 8, 6, WIDTH), normal(8, 8, 6, WIDTH)
 
     @nnx.jit
     def run(model, x, cotangent):

@@ -8,24 +8,14 @@ from flax import nnx
 
 from tests.gradients import jit
 from tests.modules import build
+from tests.nn.table import CELLS, normal
 from tests.refusals import refuses
 from unitscale import nn, rules
 from unitscale.core import ScaledArray
 
-CELLS = {
-    "gru": nn.GRUCell,
-    "lstm": nn.OptimizedLSTMCell,
-    "rhn": nn.RHNCell,
-    "simple": nn.SimpleCell,
-}
-
 
 def make(name: str, features: int = 4, hidden: int = 6, **options) -> nn.RNN:
     return nn.RNN(CELLS[name](features, hidden, **({"rngs": nnx.Rngs(0)} | options)))
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 @pytest.mark.parametrize("residual", [False, True])

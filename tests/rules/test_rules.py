@@ -18,7 +18,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from unitscale import rules
 from unitscale.rules import Factors, constrain
-from unitscale.rules._elementwise import compile_time, correlation_kernel
+from unitscale.rules._elementwise import correlation_kernel
 
 FREE = {"constraint": None}
 FORMULAS = [
@@ -156,23 +156,15 @@ def test_factors_of_functions_are_numbers_in_every_transformation() -> None:
     assert inside == [rules.gated_update(0.3)]
 
 
-# By itself each of these calls evaluates a function on arrays.
-EVALUATE = {
-    "elementwise": lambda f: rules.elementwise(f).fwd,
-    "simulate": lambda f: rules.simulate(f, [jnp.zeros(8)], seeds=2).factors.fwd,
-    "correlation_kernel": lambda f: correlation_kernel(f)[1],
-}
-
-
 def test_inside_of_shard_map_over_some_axes() -> None:
     devices = jax.devices()[:4]
     mesh = jax.make_mesh((2, 2), ("data", "expert"), (AxisType.Auto,) * 2, devices=devices)
 
     def numbers() -> list[float]:
-        # Another function in each trace, which nothing remembers.
-        with compile_time():
-            total = float(jnp.sum(jnp.sin(jnp.arange(3.0)) ** 3))
-        return [total, *(e(lambda x: jnp.sin(x) ** 3) for e in EVALUATE.values())]
+        # Another function in each trace, which nothing remembers; each call evaluates it.
+        simulated = rules.simulate(lambda x: jnp.sin(x) ** 3, [jnp.zeros(8)], seeds=2)
+        one = rules.elementwise(lambda x: jnp.sin(x) ** 3)
+        return [one.fwd, simulated.factors.fwd, correlation_kernel(lambda x: jnp.sin(x) ** 3)[1]]
 
     traced = jax.shard_map(
         lambda x: x[:, None] * jnp.asarray(numbers()),
