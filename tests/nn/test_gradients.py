@@ -76,6 +76,19 @@ MORE: dict[str, Callable[[], Any]] = {
     "mlp, dropout": of(nn.MLP, WIDTH, 8, activation="tanh", mult=1.3, dropout_rate=0.2),
     "readout, gmean": of(nn.Readout, WIDTH, 6, use_bias=True, constraint="gmean"),
     "conv, groups": of(nn.Conv, WIDTH, 6, 3, 2, feature_group_count=2, constraint="hmean"),
+    "stack, none": of(
+        nn.TransformerStack,
+        2,
+        WIDTH,
+        2,
+        6,
+        norm_placement="none",
+        remat="layer",
+        residual_scheme="running_mean",
+        residual_mult=0.8,
+        residual_attention_ratio=1.4,
+        rotary_base=50.0,
+    ),
     "moe of one": of(nn.MoE, WIDTH, 6, experts=4, top_k=1, router_mult=1.5),
     "moe, probabilities": of(
         nn.MoE, WIDTH, 6, experts=4, top_k=3, renormalize=False, activation="silu_glu"
@@ -84,7 +97,7 @@ MORE: dict[str, Callable[[], Any]] = {
 # A readout has its own constant for a cut edge, and a weighted loss of a router is no constant.
 NAMES = [n for n in (*LAYERS, *MORE) if n not in ("readout", "moe")]
 OFTEN = {"dense", "conv transpose", "lora", "group_norm", "positions", "residual", "gated", "gru"}
-OFTEN |= {"readout, gmean", "conv, groups", "moe of one"}
+OFTEN |= {"stack, none", "readout, gmean", "conv, groups", "moe of one"}
 
 
 @pytest.mark.parametrize(
@@ -131,24 +144,6 @@ def masked(layer, h):
 )
 def test_attention(options, apply, zero) -> None:
     check_layer(of(nn.MultiHeadAttention, 2, WIDTH, 8, **options), apply, zero=zero)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(
-            {"norm_placement": "post", "residual_scheme": "depth", "dropout_rate": 0.2},
-            marks=pytest.mark.slow,
-        ),
-        {"norm_placement": "none", "residual_scheme": "running_mean", "remat": "layer"},
-        pytest.param({"norm_placement": "post", "norm": "layer"}, marks=pytest.mark.slow),
-    ],
-    ids=["post", "none", "layer norm"],
-)
-def test_stack(options) -> None:
-    """A post-norm stack; the models below are pre-norm."""
-    options |= {"residual_mult": 0.8, "residual_attention_ratio": 1.4, "rotary_base": 50.0}
-    check_layer(of(nn.TransformerStack, 2, WIDTH, 2, 6, **options))
 
 
 TIED = {"tied": True, "rotary_base": 50.0, "activation": "silu_glu", "num_kv_heads": 2}

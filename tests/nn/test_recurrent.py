@@ -105,22 +105,14 @@ class Unfinished(nn.RNNCell):
     gates = 1
 
 
-RNGS = nnx.Rngs(0)
+RNGS, X = nnx.Rngs(0), jnp.ones((2, 5, 4))
 test_errors = refuses(
     [
         (ValueError, lambda: nn.RHNCell(2, 2, 0, rngs=RNGS), "RHNCell: depth must be at least 1"),
-        (
-            NotImplementedError,
-            lambda: nn.RNN(Unfinished(2, 2, rngs=RNGS))(jnp.ones((1, 2, 2))),
-            "Unfinished must implement step",
-        ),
+        (NotImplementedError, lambda: nn.RNN(Unfinished(4, 2, rngs=RNGS))(X), "implement step"),
         (TypeError, lambda: nn.RNNCell(4, 8, rngs=RNGS), "RNNCell: expected a cell"),
         (TypeError, lambda: nn.RNN(nn.Dense(2, 2, rngs=RNGS)), "cell must be"),
         (ValueError, lambda: make("gru")(jnp.ones(4)), "inputs must be"),
-        (
-            ValueError,
-            lambda: make("gru")(jnp.ones((2, 5, 4)), initial_carry=jnp.zeros((3, 6))),
-            "x must be",
-        ),
+        (ValueError, lambda: make("gru")(X, initial_carry=jnp.zeros((3, 6))), "x must be"),
     ]
 )

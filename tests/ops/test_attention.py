@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from tests.batching import compute
 from unitscale import as_scaled, ops, rules, scalify, to_array
 from unitscale.analysis import check_gradients
-from unitscale.core import ScaledArray
 from unitscale.ops import _attention_kernels as kernels
 from unitscale.parallel import make_mesh
 
@@ -199,22 +198,6 @@ def test_constraints_and_scales_that_vary() -> None:
             slack=2 * SLACK[dtype],
         )
     check_all(cases)
-
-
-def test_scale_and_dtype_of_the_output() -> None:
-    q = np.ones((2, 3, 2, 4), np.float16)
-    per_item = np.float32([2, 4]).reshape(2, 1, 1, 1)
-    y = jax.jit(attend)(ScaledArray(q, per_item), q, ScaledArray(q, per_item))
-    np.testing.assert_array_equal(y.scale, per_item)
-    per_head = ScaledArray(q, np.float32([[1], [2]]))
-    wide, byte = (q.astype(dtype) for dtype in (np.float32, jnp.float8_e4m3fn))
-    for args, dtype in (
-        ((ScaledArray(q, per_item), q, q), jnp.float16),
-        ((per_head, q, q), jnp.float16),
-        ((wide, wide, q), jnp.float16),
-        ((byte, byte, byte), jnp.bfloat16),
-    ):
-        assert jax.eval_shape(attend, *args).dtype == dtype
 
 
 FAR = [(100, -100, 0, "float16"), (100, 100, -100, "float32"), (-100, -100, 100, "float32")]

@@ -138,13 +138,14 @@ for step, size, bias in ((1, 64, 2 / 64), (2, 64, 0), (3, 60, 0)):
     pool = free(ops.avg_pool, window_shape=(2, 2), strides=(step, step))
     TABLE[f"avg_pool by {step}"] = pool, [(size, size, 2)], {"bias": bias}
 # At this width the logits of attention are normal up to terms of order 1 / d.
-for causal in (False, True):
-    attend = free(ops.dot_product_attention, is_causal=causal)
-    TABLE[f"attention, causal {causal}"] = attend, [(1, 16, 2, 64)] * 3, {"bias": 2 / 64}
+for causal, mult, dim in ((False, 1.0, 64), (True, 1.0, 64), (False, 8.0, 256), (True, 8.0, 256)):
+    attend = free(ops.dot_product_attention, is_causal=causal, mult=mult)
+    name, bias = f"attention, causal {causal}, mult {mult}", (1 + mult**2 / dim**0.5) * 2 / dim
+    TABLE[name] = attend, [(1, 24, 2, dim)] * 3, {"bias": bias}
 
 
 OFTEN = {"dense", "einsum", "embed", "conv", "add", "softmax", "silu_glu", "layer_norm"}
-OFTEN |= {"grouped", "max_pool", "attention, causal True", "avg_pool by 3"}
+OFTEN |= {"grouped", "max_pool", "attention, causal True, mult 8.0", "avg_pool by 3"}
 OFTEN |= {"conv_transpose of 3 by 2"}
 
 
