@@ -1,4 +1,4 @@
-"""Scales and dtypes of the results of every op, and gradients in 8 bits."""
+"""Scales and dtypes of the results of every op, gradients in 8 bits, and refused operands."""
 
 import functools
 from collections.abc import Callable
@@ -78,7 +78,7 @@ OPS: dict[str, tuple[Callable[..., Any], *tuple[tuple[int, ...], ...]]] = {
     "matmul": (ops.matmul, (2, 4), (4, 3)),
     "einsum": (functools.partial(ops.einsum, "ab,bc->ac"), (2, 4), (4, 3)),
     "lora": (ops.lora, (2, 4), (4, 3), (3, 5)),
-    "grouped": (functools.partial(ops.grouped_dense, groups=GROUPS), (2, 4), (2, 4, 3)),
+    "grouped_dense": (functools.partial(ops.grouped_dense, groups=GROUPS), (2, 4), (2, 4, 3)),
     "conv": (ops.conv, IMAGE, (3, 3, 4), (4,)),
     "avg_pool": (avg_pool, IMAGE),
     "max_pool": (max_pool, IMAGE),
@@ -96,12 +96,15 @@ OPS: dict[str, tuple[Callable[..., Any], *tuple[tuple[int, ...], ...]]] = {
     "rms_norm": (ops.rms_norm, (2, 4), (4,)),
     "group_norm": (group_norm, (2, 4)),
     "batch_norm": (ops.batch_norm, (2, 4)),
-    "attention": (ops.dot_product_attention, HEADS, HEADS, HEADS),
-    "experts": (
+    "dot_product_attention": (ops.dot_product_attention, HEADS, HEADS, HEADS),
+    "route": (
         lambda x: ops.mixture(lambda rows, *_: rows, x, ops.route(x, jnp.eye(4), 2), ()),
         (1, 4),
     ),
 }
+
+
+FLAT = "softmax", "dot_product_attention"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn"])
@@ -122,7 +125,7 @@ def test_results_and_gradients_have_the_dtype_of_the_operands(dtype: str) -> Non
                 most = [np.abs(np.float32(g)).max() for g in grads]
                 assert np.isfinite(most).all()
                 # A constant cotangent has no gradient through norms and softmax.
-                assert set(most) == {448.0} or "norm" in name or name in ("softmax", "attention")
+                assert set(most) == {448.0} or "norm" in name or name in FLAT
 
 
 FLOAT32, FLOAT16, BYTE = np.float32, np.float16, jnp.float8_e4m3fn
@@ -138,7 +141,7 @@ MIXED: list[tuple[str, tuple[Any, ...], str]] = [
     ("residual_add", (FLOAT16, FLOAT32), "float32"),
     ("residual_add", (FLOAT32, FLOAT16), "float16"),
     ("layer_norm", (FLOAT16, FLOAT32, FLOAT32), "float16"),
-    ("attention", (FLOAT32, FLOAT32, FLOAT16), "float16"),
+    ("dot_product_attention", (FLOAT32, FLOAT32, FLOAT16), "float16"),
 ]
 
 
@@ -154,9 +157,35 @@ def test_operands_of_several_dtypes() -> None:
 
 def test_scales_that_vary_do_not_widen() -> None:
     each = np.float32([1, 2, 4, 8])
-    for name in ("dense", "relu", "softmax", "rotary", "add", "layer_norm", "attention", "conv"):
+    for name in ("dense", "relu", "softmax", "rotary", "add", "layer_norm", "conv"):
         op, *shapes = OPS[name]
         args = [ones(*shape, dtype=FLOAT16) for shape in shapes]
         with entry(name):
             varying = ScaledArray(args[0], each[: shapes[0][-1]])
             assert jax.eval_shape(op, varying, *args[1:]).dtype == FLOAT16
+
+
+LABELS = np.array([0, 2])
+# Losses, and operands that are not the first.
+REFUSED: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("readout", "kernel", lambda bad: ops.readout(X, bad)),
+    ("embed", "table", lambda bad: ops.embed(IDS, bad)),
+    ("dot_product_attention", "k", lambda bad: ops.dot_product_attention(ones(*HEADS), bad, X)),
+    ("softmax_cross_entropy", "logits", lambda bad: ops.softmax_cross_entropy(bad, LABELS)),
+    ("mse_loss", "target", lambda bad: ops.mse_loss(X, bad)),
+    ("readout_cross_entropy", "x", lambda bad: ops.readout_cross_entropy(bad, W, LABELS)),
+    *(
+        (name, r"\w+", lambda bad, op=op, rest=rest: op(bad, *(ones(*shape) for shape in rest)))
+        for name, (op, _, *rest) in OPS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("bad", "got"), [(np.ones((2, 4), bool), "bool"), (None, "NoneType"), ("x", "str")]
+)
+def test_operands_that_are_not_floating(bad: Any, got: str) -> None:
+    for op, name, call in REFUSED:
+        match = rf"unitscale\.ops\.{op}: {name} must be a floating array or .* got {got}"
+        with entry(op), pytest.raises(TypeError, match=match):
+            call(bad)
