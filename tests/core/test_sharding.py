@@ -95,37 +95,26 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def by_mean_of_losses(loss: Any, devices: int) -> Any:
+def mean_of_losses(loss: Any, p: Any, d: Any) -> Any:
     """With varying axes checked, JAX sums gradients of replicated values."""
-    whole = jax.grad(lambda p, d: lax.pmean(loss(p, d), "data"))
-    mesh = mesh_of(data=devices)
-    return jax.shard_map(whole, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    return jax.grad(lambda p: lax.pmean(loss(p, d), "data"))(p)
 
 
-def by_mean_of_gradients(loss: Any, devices: int) -> Any:
+def mean_of_gradients(loss: Any, p: Any, d: Any) -> Any:
     """With varying axes checked, and parameters that differ between devices."""
+    return lax.pmean(jax.grad(loss)(lax.pcast(p, "data", to="varying"), d), "data")
 
-    def local(p, d):
-        p = lax.pcast(p, "data", to="varying")
+
+def unchecked(loss: Any, p: Any, d: Any) -> Any:
+    """Without varying axes checked, so the axes have to be named."""
+    with batch_over("data"):
         return lax.pmean(jax.grad(loss)(p, d), "data")
 
-    mesh = mesh_of(data=devices)
-    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
 
-
-def unchecked(loss: Any, devices: int) -> Any:
-    """Without varying axes checked, so the axes have to be named."""
-
-    def local(p, d):
-        with batch_over("data"):
-            return lax.pmean(jax.grad(loss)(p, d), "data")
-
-    return jax.shard_map(
-        local,
-        mesh=mesh_of(data=devices, model=8 // devices),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=False,
+def on_devices(local: Any, check: bool = True) -> Any:
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check}
+    return lambda loss, devices: jax.shard_map(
+        functools.partial(local, loss), mesh=mesh_of(data=devices, model=8 // devices), **specs
     )
 
 
@@ -142,9 +131,9 @@ def by_vmap(loss: Any, parts: int) -> Any:
 
 
 WAYS = {
-    "mean of losses": (by_mean_of_losses, 8),
-    "mean of gradients": (by_mean_of_gradients, 4),
-    "unchecked": (unchecked, 2),
+    "mean of losses": (on_devices(mean_of_losses), 8),
+    "mean of gradients": (on_devices(mean_of_gradients), 4),
+    "unchecked": (on_devices(unchecked, check=False), 2),
     "vmap": (by_vmap, BATCH),
 }
 

@@ -116,6 +116,7 @@ class Decoder(nnx.Module):
         vocab: int = 11,
         layers: int = 2,
         context: int = 8,
+        hidden: int | None = None,
         tied: bool = False,
         learned: bool = False,
         **options: Any,
@@ -126,9 +127,8 @@ class Decoder(nnx.Module):
         self.positions = (
             nn.PositionalEmbed(context, width, policy=policy, rngs=rngs) if learned else None
         )
-        self.stack = nn.TransformerStack(
-            layers, width, 4, 2 * width, is_causal=True, **options, policy=policy, rngs=rngs
-        )
+        options |= {"policy": policy, "rngs": rngs, "is_causal": True}
+        self.stack = nn.TransformerStack(layers, width, 4, hidden or 2 * width, **options)
         self.norm = nn.RMSNorm(width, policy=policy)
         self.readout = None if tied else nn.Readout(width, vocab, policy=policy, rngs=rngs)
 

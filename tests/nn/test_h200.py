@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from recipes.bench.aot import compile_h200, h200_topology
 from recipes.bench.wire import collectives
 from tests.h200 import FP8_GEMM, library_calls
+from tests.nn.table import Decoder
 from unitscale import nn, ops
 from unitscale.ops import Implementation
 from unitscale.parallel import make_mesh, param_shardings
@@ -26,23 +27,15 @@ LAYERS, WIDTH, VOCAB, BATCH, TIME = 2, 256, 1024, 4, 128
 PRODUCTS = 18  # of a layer: three for each of its six weights, none of them merged
 
 
-class _GPT(nnx.Module):
-    def __init__(self, policy: str, attention: Implementation, rngs: nnx.Rngs) -> None:
-        how = {"policy": policy, "rngs": rngs}
-        options = {"use_bias": False, "attention_implementation": attention}
-        self.embed = nn.Embed(VOCAB, WIDTH, **how)
-        self.stack = nn.TransformerStack(LAYERS, WIDTH, 4, is_causal=True, **options, **how)
-        self.norm = nn.RMSNorm(WIDTH, policy=policy)
-        self.readout = nn.Readout(WIDTH, VOCAB, **how)
-
-    def __call__(self, ids: jax.Array):
-        return self.readout(self.norm(self.stack(self.embed(ids))))
+def gpt(policy: str, attention: Implementation) -> Decoder:
+    sizes = {"vocab": VOCAB, "layers": LAYERS, "context": TIME, "hidden": 4 * WIDTH}
+    return Decoder(WIDTH, policy=policy, **sizes, attention_implementation=attention)
 
 
 def make_step(policy: str, attention: Implementation = "auto") -> tuple[Any, tuple[Any, ...]]:
     """Make a step of Adam, and the shapes of its arguments."""
     graphdef, params, rest = nnx.split(
-        nnx.eval_shape(lambda: _GPT(policy, attention, nnx.Rngs(0))), nnx.Param, ...
+        nnx.eval_shape(lambda: gpt(policy, attention)), nnx.Param, ...
     )
     optimizer = optax.adam(1e-3)
 
