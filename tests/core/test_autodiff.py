@@ -13,8 +13,6 @@ from jax import lax
 import unitscale
 from unitscale.core import (
     ScaledArray,
-    _compat,
-    cudnn_of,
     custom_vjp,
     last_uses,
     multiply,
@@ -264,14 +262,3 @@ def test_without_a_scale_the_functions_of_jax_and_their_derivatives_take_the_dat
 
     plain, wrapped = (jax.jit(lambda w=w: results(w))() for w in (lambda x: x, ScaledArray))
     jax.tree.map(np.testing.assert_array_equal, plain, wrapped)
-
-
-def test_cudnn_is_answered_for_within_the_block_alone() -> None:
-    own = vars(_compat.jax_cudnn).copy()
-    with cudnn_of((9, 0), 91200):
-        assert _compat.jax_cudnn.check_cudnn_version() == 91200
-        least = _compat.jax_cudnn.check_compute_capability
-        assert [least(text) for text in ("8.0", "9.0", "10.3")] == [True, True, False]
-        same = _compat.jax_cudnn.is_cuda_compute_capability_equal
-        assert [same(text) for text in ("9.0", "10.3")] == [True, False]
-    assert vars(_compat.jax_cudnn) == own

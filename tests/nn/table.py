@@ -97,6 +97,10 @@ def sine_loss(model: nnx.Module, *args: Any) -> jax.Array:
     return loss_and_value(model, *args)[0]
 
 
+def of(kind: Any, *args: Any, **options: Any) -> Any:
+    return kind(*args, **options, rngs=nnx.Rngs(0))
+
+
 def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
     """Return parameters by dotted path."""
     return {

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-from tests.nn.table import normal, parameters
+from tests.nn.table import normal, of, parameters
 from tests.optimizers import scaled
 from tests.refusals import refuses
 from unitscale import grad, nn, optim, to_array
@@ -200,10 +200,6 @@ def test_tied_is_the_look_up_and_the_readout(policy: str) -> None:
         scales = [layer.amax.get_value().scale for layer in layers]
         assert (np.asarray(scales[0]) != 1).any()
         np.testing.assert_array_equal(*scales)
-
-
-def of(kind: Any, *args: Any, **options: Any) -> Any:
-    return kind(*args, **options, rngs=nnx.Rngs(0))
 
 
 X = np.ones((2, 9), np.float32)

@@ -38,8 +38,6 @@ def test_presets() -> None:
     assert len(nn.POLICIES) == 9
     for name, policy in nn.POLICIES.items():
         assert repr(policy) == f"as_policy({name!r})"
-    own = nn.Policy(compute_dtype="float16", exempt=frozenset())
-    assert repr(own) == "Policy(compute_dtype='float16', exempt=frozenset())"
     assert "policy=as_policy('fp8')" in repr(nn.Dense(2, 2, policy="fp8", rngs=RNGS))
 
 

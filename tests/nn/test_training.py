@@ -464,11 +464,6 @@ def test_layers_that_vmap_has_stacked() -> None:
     )
     nn.Optimizer(model, scaled(optax.sgd(1.0)), wrt=nnx.Param, stack_axes=1)
     assert model.bias.get_value().scale.shape == (3, 1)
-    run = nnx.scan(lambda layer, x: layer(x).value, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-    x = INPUTS
-    for kernel in to_array(model.kernel.get_value()):
-        x = x @ kernel / 8**0.5
-    np.testing.assert_allclose(run(model, INPUTS), x, rtol=1e-5, atol=1e-5)
 
 
 def optimizer_of(model: nnx.Module, tx, **options) -> nn.Optimizer:

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-from tests.nn.table import parameters
+from tests.nn.table import of, parameters
 from tests.refusals import refuses
 from unitscale import nn, parallel
 
@@ -217,10 +217,6 @@ def test_dtypes_and_shardings_of_a_layer_are_kept() -> None:
     assert new.policy == nn.Policy(param_dtype="float16", compute_dtype="bfloat16")
     assert new.kernel.get_value().sharding == layer.kernel.get_value().sharding
     assert new.kernel.out_sharding == layer.kernel.out_sharding
-
-
-def of(kind: Any, *args: Any, **options: Any) -> Any:
-    return kind(*args, **options, rngs=nnx.Rngs(0))
 
 
 LEFT: list[tuple[str, Callable[[], Any]]] = [

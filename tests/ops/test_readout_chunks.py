@@ -19,7 +19,7 @@ from unitscale.ops import _readout_cross_entropy as readout
 from unitscale.quant import Delayed, MatmulConfig, QuantState
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-WIDTH, VOCAB, CHUNK = 8, 4096, 32
+WIDTH, VOCAB, CHUNK, DELAYED = 8, 4096, 32, Delayed()
 entropy = functools.partial(ops.readout_cross_entropy, transposed=True)
 
 
@@ -98,26 +98,23 @@ def test_every_device_has_as_many_logits_as_one_would(
 
 
 @pytest.mark.parametrize(
-    ("name", "reduction", "axes", "spec"),
+    ("config", "reduction", "axes", "spec"),
     [
-        slow("none", "mean", {"data": 4}, P("data")),
-        ("none", "none", {"context": 8}, P()),  # which does not divide 6 tokens
-        slow("e5m2", "none", {"fsdp": 2, "context": 2}, P("fsdp", "context")),
-        ("delayed", "mean", {"data": 2, "context": 2}, P("data")),
+        slow(None, "mean", {"data": 4}, P("data")),
+        (None, "none", {"context": 8}, P()),  # which does not divide 6 tokens
+        slow(
+            MatmulConfig(cotangent="e5m2"), "none", {"fsdp": 2, "context": 2}, P("fsdp", "context")
+        ),
+        (MatmulConfig(strategy=DELAYED), "mean", {"data": 2, "context": 2}, P("data")),
     ],
     ids=str,
 )
 def test_chunks_of_every_device_give_what_one_device_gives(
-    name: str, reduction: Any, axes: dict[str, int], spec: P
+    config: MatmulConfig | None, reduction: Any, axes: dict[str, int], spec: P
 ) -> None:
     """Devices keep their sums, and the amax of delayed scaling, until the end."""
-    strategy = Delayed()
-    config = {
-        "none": None,
-        "e5m2": MatmulConfig(cotangent="float8_e5m2"),
-        "delayed": MatmulConfig(strategy=strategy),
-    }[name]
-    state = QuantState.create(strategy) if name == "delayed" else None
+    is_delayed = config is not None and config.strategy == DELAYED
+    state = QuantState.create(DELAYED) if is_delayed else None
     rng = np.random.default_rng(0)
     x, table = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 6, 16), (64, 16)))
     labels = rng.integers(0, 64, (8, 6))
