@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 
 from tests.batching import chunks, compute, entry
-from unitscale.core import (
-    ScaledArray,
-    as_scale,
-    as_scaled,
-    result_dtype,
-    safe_scale,
-    to_float,
-)
+from unitscale.core import ScaledArray, as_scale, as_scaled, result_dtype, safe_scale, to_float
 
 from .arrays import DTYPES, KINDS, assert_close, eps, exact, make
 

@@ -251,6 +251,9 @@ class TestNearest:
 def test_ties_of_a_format_without_mantissa_bits_go_to_even_codes() -> None:
     x, layout = np.float32([1.5, 3, 6, 12, -3]), Layout(4, 0, 7, "ieee", np.inf)
     assert_same(cast(x, "E4M0"), nearest(x, layout))
+    # One bit less than float32.
+    x = np.float32([1 + 2.0**-23, 1 + 3 * 2.0**-23])
+    assert_same(cast(x, "E8M22"), np.array([1, 1 + 2.0**-21]))
 
 
 @pytest.mark.parametrize(

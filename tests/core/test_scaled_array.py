@@ -325,7 +325,9 @@ def test_reductions_do_not_overflow_and_keep_unit_data() -> None:
     total = ScaledArray(jnp.asarray(data, jnp.float16), 1).sum(0)
     # The variance of 50 sums, and a power of two that is up to 2**0.5 off (here 64: exact).
     assert abs(float(np.std(np.asarray(total.data, np.float64))) - 1) < 5 / np.sqrt(2 * 50)
-    np.testing.assert_array_equal(ScaledArray(jnp.zeros((0, 3)), 2.0).sum(0).value, [0, 0, 0])
+    empty = ScaledArray(jnp.zeros((0, 3)), 2.0)
+    np.testing.assert_array_equal(empty.sum(0).value, [0, 0, 0])
+    assert empty.sum(1).shape == (0,)
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)

@@ -14,7 +14,6 @@ from tests.nn.table import normal, of, parameters
 from tests.optimizers import scaled
 from tests.refusals import refuses
 from unitscale import grad, nn, optim, to_array
-from unitscale.core import ScaledArray
 
 
 def test_lora_is_that_of_flax_over_the_roots_of_fan_in_and_rank() -> None:
@@ -38,13 +37,6 @@ def test_lora_is_that_of_flax_over_the_roots_of_fan_in_and_rank() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert not np.any(none)
     np.testing.assert_array_equal(*pair)
-
-
-def test_a_convolution_keeps_one_scale_and_one_per_example() -> None:
-    layer = nn.Conv(4, 6, 3, rngs=nnx.Rngs(0))
-    scale = jnp.array([1.0, 4.0])[:, None, None]
-    np.testing.assert_array_equal(layer(ScaledArray(jnp.ones((2, 5, 4)), scale)).scale, scale)
-    assert layer(ScaledArray(jnp.ones((0, 2, 5, 4)), 2.0)).shape == (0, 2, 5, 6)
 
 
 # Tables and readouts.

@@ -277,11 +277,7 @@ def kept(**options: Any) -> Any:
 test_errors = refuses(
     [
         (ValueError, lambda: nn.unit_scale(Decoder()), "give rngs="),
-        (
-            ValueError,
-            lambda: kept(readout=["head", "hea"]),
-            r"'hea' .* of again, head, mlp\.1",
-        ),
+        (ValueError, lambda: kept(readout=["head", "hea"]), r"'hea' .* of again, head, mlp\.1"),
         (ValueError, lambda: kept(policy="fp9"), "policy must be one of"),
     ]
 )

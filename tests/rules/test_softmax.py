@@ -193,10 +193,7 @@ def simulate(is_causal, f, gated, norm_placement, tau):
     """Return predicted mean squares, the ratios of measured ones to them, and standard errors."""
     predicted = [
         AttentionContext(
-            taus_below=(tau, tau) * layer,
-            activation=f,
-            gated=gated,
-            norm_placement=norm_placement,
+            taus_below=(tau, tau) * layer, activation=f, gated=gated, norm_placement=norm_placement
         ).mean_square(HEAD_DIM, LENGTH, is_causal=is_causal)
         for layer in range(LAYERS)
     ]
