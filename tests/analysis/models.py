@@ -63,22 +63,6 @@ def residual(inner: Any = None, split: float = 0.5, add: float = 0.5) -> Callabl
     return layer
 
 
-def matmul(constraint):
-    return beside(lambda p, h: ops.matmul(ops.tanh(h), h.data[:3].T, constraint=constraint))
-
-
-def heads(h: Any) -> jax.Array:
-    return jnp.asarray(h.data).reshape(1, 5, 2, 2)
-
-
-def attention(constraint):
-    def layer(p, h):
-        q, k = heads(ops.dense(h, p["c"])), heads(h)
-        return ops.dot_product_attention(q, k, heads(ops.tanh(h)), mult=3.0, constraint=constraint)
-
-    return beside(layer)
-
-
 def scanned(activation: Callable[..., Any]) -> Callable[..., jax.Array]:
     def loss(p, x):
         def body(h, w):
@@ -148,12 +132,8 @@ def dense(constraint):
 VALID: dict[str, Callable[[], Model]] = {
     "chain without constraint": functional(chain(dense(None))),
     "dense": functional(beside(dense("to_output_scale"))),
-    "gated": functional(beside(lambda p, h: ops.silu_glu(h, ops.dense(h, p["c"])))),
-    "layer_norm": functional(beside(lambda p, h: ops.layer_norm(h, p["gain"], p["gain"] + 1))),
     "residual": functional(chain(residual())),
-    "matmul": functional(matmul("to_left_grad_scale")),
     "broadcast": functional(beside(lambda p, h: ops.add(h, jnp.mean(h.data, 0, keepdims=True)))),
-    "attention": functional(attention("to_output_scale")),
     "scan": functional(scanned(ops.gelu)),
     "recurrent": functional(recurrent(ops.gelu)),
     "tied": functional(tied(ops.readout)),
@@ -171,9 +151,6 @@ BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
         {"readout"},
         functional(beside(lambda p, h: ops.readout(h, p["d"]))),
     ),
-    "activation": ({"gelu"}, functional(beside(lambda p, h: ops.gelu(h, constraint=None)))),
-    "matmul": ({"matmul"}, functional(matmul(None))),
-    "attention": ({"dot_product_attention"}, functional(attention(None))),
     "residual without split": (
         {"residual_add"},
         functional(chain(lambda p, h: ops.residual_add(ops.tanh(h), h, 0.5))),
@@ -193,10 +170,7 @@ BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
     "scan": ({"gelu"}, functional(scanned(lambda y: ops.gelu(y, constraint=None)))),
     "recurrent": ({"silu"}, functional(recurrent(lambda y: ops.silu(y, constraint=None)))),
     "tied": ({"embed", "dense"}, functional(tied(ops.dense))),
-    "scaled cotangent": (
-        {"scale_bwd"},
-        functional(beside(lambda p, h: ops.scale_bwd(h, 3.0))),
-    ),
+    "scaled cotangent": ({"scale_bwd"}, functional(beside(lambda p, h: ops.scale_bwd(h, 3.0)))),
     "lost": ({"scale_bwd"}, functional(chain(lambda p, h: ops.scale_bwd(h, 0.0)))),
     "wrong rule": ({"bent"}, functional(chain(lambda p, h: bent(h.data)))),
 }

@@ -13,8 +13,6 @@ from jax import lax
 import unitscale
 from unitscale.core import (
     ScaledArray,
-    _compat,
-    cudnn_of,
     custom_vjp,
     last_uses,
     multiply,
@@ -22,7 +20,6 @@ from unitscale.core import (
     scale,
     scale_bwd,
     scale_fwd,
-    scan_counts,
     to_array,
 )
 
@@ -90,19 +87,6 @@ class TestCustomVjp:
         np.testing.assert_array_equal(value, [3, 3])
         np.testing.assert_array_equal(vjp(jnp.ones(2))[0], [7, 7])
         assert (_triple.__name__, _triple.__doc__) == ("_triple", "Return three times x.")
-
-    @pytest.mark.parametrize(
-        "differentiate",
-        [
-            lambda f, x: jax.jvp(f, (x,), (x,)),
-            lambda f, x: jax.jacfwd(f)(x),
-            lambda f, x: jax.vmap(lambda x: jax.jvp(f, (x,), (x,)))(x),
-        ],
-        ids=["jvp", "jacfwd", "vmap"],
-    )
-    def test_forward_mode_says_what_to_do(self, differentiate: Any) -> None:
-        with pytest.raises(TypeError, match=r"unitscale: triple supports reverse-mode.*jax\.vjp"):
-            differentiate(lambda x: _triple(x, 2.0), jnp.ones(2))
 
     def test_arguments_that_vary_over_different_devices(self) -> None:
         """Inside shard_map gradients of replicated arguments are summed, as in JAX."""
@@ -234,19 +218,6 @@ def test_every_variable_but_results_has_a_last_use() -> None:
     assert last_uses(jaxpr) == {1: [x], 2: [jaxpr.eqns[1].outvars[0]]}
 
 
-@pytest.mark.parametrize("carried", [0, 3])
-def test_a_scan_has_constants_then_what_it_carries(carried: int) -> None:
-    def program(first: jax.Array, second: jax.Array, items: jax.Array) -> tuple:
-        def turn(state: tuple, item: jax.Array) -> tuple:
-            return tuple(x + first for x in state), item * second
-
-        return lax.scan(turn, (jnp.ones(2),) * carried, items)
-
-    closed = jax.make_jaxpr(program)(jnp.ones(2), jnp.ones(2), jnp.ones((4, 2)))
-    (loop,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")
-    assert scan_counts(loop.params) == (1 + bool(carried), carried)
-
-
 def test_operators_of_arrays_leave_the_answer_to_a_scaled_array() -> None:
     """Operators of ScaledArray keep the scale; others, and functions, use the value."""
     array, x = jnp.asarray([3.0, 5.0]), ScaledArray(jnp.ones(2), 2.0)
@@ -291,14 +262,3 @@ def test_without_a_scale_the_functions_of_jax_and_their_derivatives_take_the_dat
 
     plain, wrapped = (jax.jit(lambda w=w: results(w))() for w in (lambda x: x, ScaledArray))
     jax.tree.map(np.testing.assert_array_equal, plain, wrapped)
-
-
-def test_cudnn_is_answered_for_within_the_block_alone() -> None:
-    own = vars(_compat.jax_cudnn).copy()
-    with cudnn_of((9, 0), 91200):
-        assert _compat.jax_cudnn.check_cudnn_version() == 91200
-        least = _compat.jax_cudnn.check_compute_capability
-        assert [least(text) for text in ("8.0", "9.0", "10.3")] == [True, True, False]
-        same = _compat.jax_cudnn.is_cuda_compute_capability_equal
-        assert [same(text) for text in ("9.0", "10.3")] == [True, False]
-    assert vars(_compat.jax_cudnn) == own

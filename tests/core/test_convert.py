@@ -321,27 +321,24 @@ class TestStatistics:
             assert np.isnan(float(statistic(jnp.ones(2**16).at[777].set(wrong))))
 
 
-class TestExport:
-    """Programs on ScaledArrays, exported to bytes and read again."""
+@pytest.mark.slow
+def test_a_scalified_program_of_any_batch() -> None:
+    """A symbolic dimension has no number during tracing."""
+    dtype = jnp.float16
+    (batch,) = export.symbolic_shape("batch")
+    rng = np.random.default_rng(0)
+    w = as_scaled(jnp.asarray(rng.normal(size=(8, 8)), jnp.float32), dtype=dtype)
+    x = as_scaled(jnp.asarray(rng.normal(size=(5, 8)), jnp.float32), dtype=dtype)
+    signature = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, 8)[: a.ndim], a.dtype), x)
 
-    @pytest.mark.slow
-    def test_a_scalified_program_of_any_batch(self) -> None:
-        """A symbolic dimension has no number during tracing."""
-        dtype = jnp.float16
-        (batch,) = export.symbolic_shape("batch")
-        rng = np.random.default_rng(0)
-        w = as_scaled(jnp.asarray(rng.normal(size=(8, 8)), jnp.float32), dtype=dtype)
-        x = as_scaled(jnp.asarray(rng.normal(size=(5, 8)), jnp.float32), dtype=dtype)
-        signature = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, 8)[: a.ndim], a.dtype), x)
+    def program(x, w):
+        square = jax.grad(lambda w: jnp.square(jnp.tanh(x @ w)).mean())(w)
+        chosen = jnp.where(x > 0, x * 3, jnp.maximum(x, -0.5))
+        sums = x.sum(), x.mean(0), jnp.cumsum(x, 0)
+        return x + jnp.tanh(x @ w), *sums, jax.nn.softmax(x @ w), chosen, square
 
-        def program(x, w):
-            square = jax.grad(lambda w: jnp.square(jnp.tanh(x @ w)).mean())(w)
-            chosen = jnp.where(x > 0, x * 3, jnp.maximum(x, -0.5))
-            sums = x.sum(), x.mean(0), jnp.cumsum(x, 0)
-            return x + jnp.tanh(x @ w), *sums, jax.nn.softmax(x @ w), chosen, square
-
-        found = export.export(jax.jit(scalify(program)))(signature, w).call(x, w)
-        for got, expected in zip(to_array(found), program(to_array(x), to_array(w)), strict=True):
-            # A few roundings, and XLA's tanh of float32, which errs by several units itself.
-            atol = 4 * float(jnp.finfo(dtype).eps) * float(jnp.max(jnp.abs(expected)))
-            np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
+    found = export.export(jax.jit(scalify(program)))(signature, w).call(x, w)
+    for got, expected in zip(to_array(found), program(to_array(x), to_array(w)), strict=True):
+        # A few roundings, and XLA's tanh of float32, which errs by several units itself.
+        atol = 4 * float(jnp.finfo(dtype).eps) * float(jnp.max(jnp.abs(expected)))
+        np.testing.assert_allclose(got, expected, rtol=0, atol=atol)

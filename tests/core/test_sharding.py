@@ -77,6 +77,14 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "mask": lambda p, d: ops.softmax_cross_entropy(
         ops.dense(d["x"], p["kernel"]), d["labels"], where=d["labels"] > 1
     ),
+    "a readout in chunks": lambda p, d: ops.readout_cross_entropy(
+        ops.layer_norm(d["x"], p["gain"]),
+        p["table"],
+        d["labels"],
+        where=d["labels"] > 1,
+        transposed=True,
+        chunk_size=4,
+    ),
     "ours under a plain mean": lambda p, d: squares(ops.dense(d["x"], p["kernel"], p["bias"]), d),
     "both under our mean": lambda p, d: cross_entropy(
         to_array(ops.dense(jnp.tanh(d["x"] * p["gain"]), p["kernel"])) + p["bias"], d
@@ -87,37 +95,26 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def by_mean_of_losses(loss: Any, devices: int) -> Any:
+def mean_of_losses(loss: Any, p: Any, d: Any) -> Any:
     """With varying axes checked, JAX sums gradients of replicated values."""
-    whole = jax.grad(lambda p, d: lax.pmean(loss(p, d), "data"))
-    mesh = mesh_of(data=devices)
-    return jax.shard_map(whole, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    return jax.grad(lambda p: lax.pmean(loss(p, d), "data"))(p)
 
 
-def by_mean_of_gradients(loss: Any, devices: int) -> Any:
+def mean_of_gradients(loss: Any, p: Any, d: Any) -> Any:
     """With varying axes checked, and parameters that differ between devices."""
+    return lax.pmean(jax.grad(loss)(lax.pcast(p, "data", to="varying"), d), "data")
 
-    def local(p, d):
-        p = lax.pcast(p, "data", to="varying")
+
+def unchecked(loss: Any, p: Any, d: Any) -> Any:
+    """Without varying axes checked, so the axes have to be named."""
+    with batch_over("data"):
         return lax.pmean(jax.grad(loss)(p, d), "data")
 
-    mesh = mesh_of(data=devices)
-    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
 
-
-def unchecked(loss: Any, devices: int) -> Any:
-    """Without varying axes checked, so the axes have to be named."""
-
-    def local(p, d):
-        with batch_over("data"):
-            return lax.pmean(jax.grad(loss)(p, d), "data")
-
-    return jax.shard_map(
-        local,
-        mesh=mesh_of(data=devices, model=8 // devices),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=False,
+def on_devices(local: Any, check: bool = True) -> Any:
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check}
+    return lambda loss, devices: jax.shard_map(
+        functools.partial(local, loss), mesh=mesh_of(data=devices, model=8 // devices), **specs
     )
 
 
@@ -134,9 +131,9 @@ def by_vmap(loss: Any, parts: int) -> Any:
 
 
 WAYS = {
-    "mean of losses": (by_mean_of_losses, 8),
-    "mean of gradients": (by_mean_of_gradients, 4),
-    "unchecked": (unchecked, 2),
+    "mean of losses": (on_devices(mean_of_losses), 8),
+    "mean of gradients": (on_devices(mean_of_gradients), 4),
+    "unchecked": (on_devices(unchecked, check=False), 2),
     "vmap": (by_vmap, BATCH),
 }
 
@@ -234,51 +231,45 @@ def primitives(f: Any, *args: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("axes", "dimensions", "spec"),
+    ("axes", "start", "dimensions", "spec"),
     [
-        ({"data": 4}, (BATCH_AXES,), P("data")),
-        ({"data": 2, "fsdp": 2}, (BATCH_AXES,), P(("fsdp", "data"))),
-        ({"fsdp": 2, "context": 2}, (BATCH_AXES, CONTEXT_AXES), P("fsdp", "context")),
-        ({"fsdp": 2, "tensor": 2}, (BATCH_AXES, CONTEXT_AXES), P("fsdp")),
-        ({"data": 2, "context": 2}, (None, ("context",)), P(None, "context")),
-        ({"context": 8}, (BATCH_AXES, CONTEXT_AXES), None),  # 8 does not divide 4
-        ({"tensor": 2}, (BATCH_AXES,), None),
-        ({"tensor": 2}, ((),), P(None)),
-        ({"data": 1}, (BATCH_AXES,), None),
+        ({"data": 4}, P(), (BATCH_AXES,), P("data")),
+        ({"data": 2, "fsdp": 2}, P(), (BATCH_AXES,), P(("fsdp", "data"))),
+        ({"fsdp": 2, "context": 2}, P(), (BATCH_AXES, CONTEXT_AXES), P("fsdp", "context")),
+        ({"fsdp": 2, "tensor": 2}, P(), (BATCH_AXES, CONTEXT_AXES), P("fsdp")),
+        ({"data": 2, "context": 2}, P(), (None, ("context",)), P(None, "context")),
+        ({"context": 8}, P(), (BATCH_AXES, CONTEXT_AXES), None),  # 8 does not divide 4
+        ({"tensor": 2}, P(), (BATCH_AXES,), None),
+        ({"tensor": 2}, P(), ((),), P(None)),
+        ({"data": 1}, P(), (BATCH_AXES,), None),
+        # A dimension may be whole, or stay as it is.
+        (
+            {"data": 2, "context": 2},
+            P("data", "context"),
+            (BATCH_AXES, (), CONTEXT_AXES),
+            P("data", None, "context"),
+        ),
+        ({"data": 2, "context": 2}, P("data"), (None, ("context",)), P("data", "context")),
     ],
     ids=str,
 )
-def test_dimensions_lie_over_the_axes_that_divide_them(axes: Any, dimensions: Any, spec: Any):
+def test_dimensions_lie_over_the_axes_that_divide_them(axes, start, dimensions, spec) -> None:
+    """Those of the gradient too."""
     mesh = mesh_of(**axes)
+
+    def f(x: Any) -> Any:
+        return jnp.sin(constrain_sharding(x, *dimensions))
+
     with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P()))
-        y = jax.jit(lambda x: constrain_sharding(x, *dimensions) + 0)(x)
-        asked = primitives(lambda x: constrain_sharding(x, *dimensions), x)
-    np.testing.assert_array_equal(y, X)
-    assert asked == ([] if spec is None else ["sharding_constraint"])
+        x = jax.device_put(X, NamedSharding(mesh, start))
+        y = jax.jit(f)(x)
+        asked = primitives(f, x)
+        gradient = primitives(jax.grad(lambda x: jnp.sum(f(x))), x)
+    np.testing.assert_allclose(y, np.sin(X), rtol=1e-6, atol=1e-6)
+    assert asked == [*["sharding_constraint"] * (spec is not None), "sin"]
+    assert gradient.count("sharding_constraint") == 2 * (spec is not None)
     if spec is not None:
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
-
-
-def test_dimensions_may_be_whole_or_stay_where_they_lie() -> None:
-    mesh = mesh_of(data=2, context=2)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("data", "context")))
-        y = jax.jit(lambda x: constrain_sharding(x, BATCH_AXES, (), CONTEXT_AXES) + 0)(x)
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        z = jax.jit(lambda x: constrain_sharding(x, None, ("context",)) + 0)(x)
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "context")), 3)
-    assert z.sharding.spec == P("data", "context")
-
-
-def test_the_gradient_lies_there_too() -> None:
-    mesh = mesh_of(data=4)
-    with jax.set_mesh(mesh):
-        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(constrain_sharding(x, BATCH_AXES))))
-        found = primitives(gradient, X)
-        value = jax.jit(gradient)(X)
-    assert found.count("sharding_constraint") == 2
-    np.testing.assert_allclose(value, np.cos(X), rtol=1e-6, atol=1e-6)
 
 
 def test_mapped_functions() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from tests.modules import build
-from unitscale import nn, ops
+from unitscale import nn, ops, to_array
 
 
 class Layer(NamedTuple):
@@ -21,7 +21,17 @@ class Layer(NamedTuple):
         return jnp.asarray(x, dtype)
 
 
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
 WIDTH = 8
+CELLS = {
+    "gru": nn.GRUCell,
+    "simple": nn.SimpleCell,
+    "lstm": nn.OptimizedLSTMCell,
+    "rhn": nn.RHNCell,
+}
 
 LAYERS: dict[str, Layer] = {
     "dense": Layer(lambda **k: nn.Dense(WIDTH, 6, **k), (WIDTH,)),
@@ -38,8 +48,7 @@ LAYERS: dict[str, Layer] = {
     "gated": Layer(lambda **k: nn.MLP(WIDTH, 12, activation="silu_glu", **k), (WIDTH,)),
     "moe": Layer(lambda **k: nn.MoE(WIDTH, 12, experts=3, load_balancing=0.1, **k), (WIDTH,)),
     "attention": Layer(
-        lambda **k: nn.MultiHeadAttention(4, WIDTH, num_kv_heads=2, is_causal=True, **k),
-        (5, WIDTH),
+        lambda **k: nn.MultiHeadAttention(4, WIDTH, num_kv_heads=2, is_causal=True, **k), (5, WIDTH)
     ),
     "residual": Layer(
         lambda **k: nn.Residual(nn.Dense(WIDTH, WIDTH, **k), tau=0.5, depth=6), (WIDTH,)
@@ -47,10 +56,10 @@ LAYERS: dict[str, Layer] = {
     "layer": Layer(
         lambda **k: nn.TransformerLayer(WIDTH, 2, 12, depth=6, rotary_base=100.0, **k), (5, WIDTH)
     ),
-    "gru": Layer(lambda **k: nn.RNN(nn.GRUCell(WIDTH, 6, **k)), (4, WIDTH)),
-    "simple": Layer(lambda **k: nn.RNN(nn.SimpleCell(WIDTH, 6, **k)), (4, WIDTH)),
-    "lstm": Layer(lambda **k: nn.RNN(nn.OptimizedLSTMCell(WIDTH, 6, **k)), (4, WIDTH)),
-    "rhn": Layer(lambda **k: nn.RNN(nn.RHNCell(WIDTH, 6, **k)), (4, WIDTH)),
+    **{
+        name: Layer(lambda cell=cell, **k: nn.RNN(cell(WIDTH, 6, **k)), (4, WIDTH))
+        for name, cell in CELLS.items()
+    },
     "stack": Layer(
         lambda **k: nn.TransformerStack(
             1, WIDTH, 2, 12, remat="layer", norm="layer", norm_placement="post", **k
@@ -63,6 +72,33 @@ LAYERS: dict[str, Layer] = {
 def make(name: str, policy: Any = "float32", seed: int = 0) -> tuple[Any, Layer]:
     layer = LAYERS[name]
     return build(lambda: layer.make(policy=policy, rngs=nnx.Rngs(0)), seed), layer
+
+
+def value_of(model: nnx.Module, *args: Any) -> jax.Array:
+    return model(*args).value
+
+
+def functional(model: nnx.Module, call: Any = value_of) -> tuple[Any, Any]:
+    """Return `apply(params, *args) -> call(model, *args)` and the parameters.
+
+    All other state, such as random keys, is the same in every call.
+    """
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    return lambda params, *args: call(nnx.merge(graphdef, params, rest, copy=True), *args), params
+
+
+def loss_and_value(model: nnx.Module, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """Return a loss that depends on all outputs of a model, and these."""
+    y = to_array(model(*args))
+    return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+
+def sine_loss(model: nnx.Module, *args: Any) -> jax.Array:
+    return loss_and_value(model, *args)[0]
+
+
+def of(kind: Any, *args: Any, **options: Any) -> Any:
+    return kind(*args, **options, rngs=nnx.Rngs(0))
 
 
 def parameters(model: nnx.Module) -> dict[str, nnx.Param]:
@@ -84,6 +120,7 @@ class Decoder(nnx.Module):
         vocab: int = 11,
         layers: int = 2,
         context: int = 8,
+        hidden: int | None = None,
         tied: bool = False,
         learned: bool = False,
         **options: Any,
@@ -94,21 +131,15 @@ class Decoder(nnx.Module):
         self.positions = (
             nn.PositionalEmbed(context, width, policy=policy, rngs=rngs) if learned else None
         )
-        self.stack = nn.TransformerStack(
-            layers, width, 4, 2 * width, is_causal=True, **options, policy=policy, rngs=rngs
-        )
+        options |= {"policy": policy, "rngs": rngs, "is_causal": True}
+        self.stack = nn.TransformerStack(layers, width, 4, hidden or 2 * width, **options)
         self.norm = nn.RMSNorm(width, policy=policy)
         self.readout = None if tied else nn.Readout(width, vocab, policy=policy, rngs=rngs)
 
-    def __call__(self, ids: jax.Array, cache: Any = None) -> Any:
+    def __call__(self, ids: jax.Array) -> Any:
         x = self.embed(ids)
-        if self.positions is not None:
-            start = 0 if cache is None else cache[0].length
-            x = self.positions(x, start + jnp.arange(ids.shape[1]))
-        x, cache = (self.stack(x), None) if cache is None else self.stack.decode(x, cache)
-        x = self.norm(x)
-        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
-        return logits if cache is None else (logits, cache)
+        x = self.norm(self.stack(x if self.positions is None else self.positions(x)))
+        return self.embed.attend(x) if self.readout is None else self.readout(x)
 
     def loss(self, ids: jax.Array, targets: jax.Array) -> jax.Array:
         return ops.softmax_cross_entropy(self(ids), targets)

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from recipes.bench.aot import compile_h200, h200_topology
 from recipes.bench.wire import collectives
 from tests.h200 import FP8_GEMM, library_calls
+from tests.nn.table import Decoder
 from unitscale import nn, ops
 from unitscale.ops import Implementation
 from unitscale.parallel import make_mesh, param_shardings
@@ -26,23 +27,15 @@ LAYERS, WIDTH, VOCAB, BATCH, TIME = 2, 256, 1024, 4, 128
 PRODUCTS = 18  # of a layer: three for each of its six weights, none of them merged
 
 
-class _GPT(nnx.Module):
-    def __init__(self, policy: str, attention: Implementation, rngs: nnx.Rngs) -> None:
-        how = {"policy": policy, "rngs": rngs}
-        options = {"use_bias": False, "attention_implementation": attention}
-        self.embed = nn.Embed(VOCAB, WIDTH, **how)
-        self.stack = nn.TransformerStack(LAYERS, WIDTH, 4, is_causal=True, **options, **how)
-        self.norm = nn.RMSNorm(WIDTH, policy=policy)
-        self.readout = nn.Readout(WIDTH, VOCAB, **how)
-
-    def __call__(self, ids: jax.Array):
-        return self.readout(self.norm(self.stack(self.embed(ids))))
+def gpt(policy: str, attention: Implementation) -> Decoder:
+    sizes = {"vocab": VOCAB, "layers": LAYERS, "context": TIME, "hidden": 4 * WIDTH}
+    return Decoder(WIDTH, policy=policy, **sizes, attention_implementation=attention)
 
 
 def make_step(policy: str, attention: Implementation = "auto") -> tuple[Any, tuple[Any, ...]]:
     """Make a step of Adam, and the shapes of its arguments."""
     graphdef, params, rest = nnx.split(
-        nnx.eval_shape(lambda: _GPT(policy, attention, nnx.Rngs(0))), nnx.Param, ...
+        nnx.eval_shape(lambda: gpt(policy, attention)), nnx.Param, ...
     )
     optimizer = optax.adam(1e-3)
 
@@ -204,25 +197,3 @@ def test_converted_layers_are_fp8_kernels(preset: str) -> None:
     assert report.amax_reductions == (6 if preset == "fp8_dynamic" else 0)
     if preset == "served":  # inputs are cast, weights are not
         assert report.casts == 2
-
-
-def test_a_step_takes_less_memory_than_in_bfloat16() -> None:
-    """FP8 saves 5 of 18 bytes per token and feature that the backward pass needs.
-
-    Keeping transposed copies would cost 5 bytes.
-    """
-
-    def temporaries(policy: str) -> int:
-        make = lambda: nn.MLP(256, 1024, use_bias=False, policy=policy, rngs=nnx.Rngs(0))  # noqa: E731
-        graphdef, params = nnx.split(nnx.eval_shape(lambda: nnx.List([make(), make()])))
-
-        def loss(params, x):
-            for layer in nnx.merge(graphdef, params):
-                x = layer(x)
-            return jnp.mean(x.value.astype(jnp.float32) ** 2)
-
-        x = jax.ShapeDtypeStruct((8192, 256), jnp.bfloat16)
-        analysis: Any = compile_h200(jax.value_and_grad(loss), params, x).memory_analysis()
-        return analysis.temp_size_in_bytes
-
-    assert temporaries("fp8") < temporaries("bfloat16")

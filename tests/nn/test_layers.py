@@ -13,23 +13,13 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-from tests.nn.table import LAYERS, Decoder, make
+from tests.nn.table import LAYERS, Decoder, functional, make, parameters, value_of
 from tests.optimizers import scaled
 from tests.products import products
-from unitscale import nn, rules
+from unitscale import nn
 from unitscale.core import ScaledArray, is_scaled
 
 EPS = float(jnp.finfo(jnp.float32).eps)
-
-
-def _value(model: nnx.Module, x: jax.Array) -> jax.Array:
-    return model(x).value
-
-
-def functional(model: nnx.Module, call: Any = _value) -> tuple[Any, Any]:
-    """Return `apply(params, x) -> call(model, x)` and the parameters."""
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    return lambda params, x: call(nnx.merge(graphdef, params, rest, copy=True), x), params
 
 
 def loss_of(apply):
@@ -47,16 +37,6 @@ def assert_close(tree: Any, expected: Any, ulps: float = 256) -> None:
         assert error <= ulps * EPS * max(np.max(np.abs(reference), initial=0.0), 1.0), error
 
 
-def test_a_layer_takes_a_scaled_array_and_keeps_it_in_range() -> None:
-    """Values far outside float16 pass through a linear layer in the scale."""
-    model, layer = make("dense", "float16")
-    model.bias = None
-    x = layer.input(dtype=jnp.float16)
-    huge = model(ScaledArray(x, 2.0**20))
-    np.testing.assert_array_equal(huge.data, model(x).data)
-    assert float(huge.scale) == 2.0**20
-
-
 def some(*names: str) -> Any:
     """Parametrize over all layers; those not named are marked slow."""
     slow = pytest.mark.slow
@@ -69,7 +49,8 @@ def test_jit_vmap_scan_and_remat(name) -> None:
     model, layer = make(name)
     x = layer.input(2)
     apply, params = functional(model)
-    second = functional(make(name, seed=1)[0])[1]
+    again, _ = functional(model, nnx.remat(value_of))
+    _, second = functional(make(name, seed=1)[0])
 
     def scanned(stacked, x):
         def step(carry, p):
@@ -88,7 +69,7 @@ def test_jit_vmap_scan_and_remat(name) -> None:
             # Under vmap each example is a batch of its own.
             "vmap": jax.vmap(apply, (None, 0))(params, x[:, None])[:, 0],
             "grads": jax.grad(loss_of(apply), (0, 1))(params, x),
-            "remat": jax.grad(loss_of(functional(model, nnx.remat(_value))[0]), (0, 1))(params, x),
+            "remat": jax.grad(loss_of(again), (0, 1))(params, x),
             "scan": outputs,
             "scan grads": stacked_grads,
         }
@@ -173,65 +154,17 @@ def test_every_dot_of_a_layer_runs_in_the_formats_of_its_policy() -> None:
         assert products(jaxpr.jaxpr) == [("dot_general", dtype, dtype)] * count
 
 
-def ratio(f: Any) -> float:
-    """Return forward over backward factor, the RMS of a gradient under a constraint."""
-    ideal = rules.elementwise(f, constraint=None)
-    return ideal.fwd / ideal.bwd[0]
-
-
-ATTENTION = rules.dot_product_attention(16, 32, is_causal=True, constraint=None)
-B_INIT = nnx.initializers.normal(1.0)
-# A layer, the shape of its input, the RMS of its output and input gradient, and by how much their
-# squares may be off where a rule is an approximation.
-SCALES = {
-    "readout": (lambda r: nn.Readout(64, 128, rngs=r), (32, 64), 1 / 8, 1, 0),
-    "lora": (
-        lambda r: nn.LoRALinear(64, 64, lora_rank=16, b_initializer=B_INIT, rngs=r),
-        (32, 64),
-        2**0.5,  # independent outputs of layer and update
-        2**0.5,
-        0,
-    ),
-    "norm": (lambda r: nn.RMSNorm(64, rngs=r), (64, 64), 1, (1 - 1 / 64) ** 0.5, 4 / 64),
-    "mlp": (
-        lambda r: nn.MLP(64, 256, activation="tanh", rngs=r),
-        (32, 64),
-        1,
-        ratio(jnp.tanh),
-        0.01,
-    ),
-    "attention": (
-        lambda r: nn.MultiHeadAttention(2, 32, is_causal=True, rngs=r),
-        (2, 32, 32),
-        1,
-        (1 + 2 * (ATTENTION.fwd / ATTENTION.bwd[0]) ** 2) ** 0.5,
-        0.1,  # logits are normal only for infinitely wide heads
-    ),
-}
-
-
-QUICK = ("readout", "lora", "norm")
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCALES]
-)
-def test_outputs_and_gradients_are_unit(name) -> None:
-    """At initialization, within five standard errors of independent trials."""
-    make, shape, out, grad, bias = SCALES[name]
-    trials = 64
-
-    def trial(key):
-        init, x_key, y_key = jax.random.split(key, 3)
-        x = jax.random.normal(x_key, shape)
-        y, vjp = jax.vjp(lambda x: make(nnx.Rngs(init))(x).value, x)
-        (dx,) = vjp(jax.random.normal(y_key, y.shape, y.dtype))
-        return jnp.mean(y**2) / out**2, jnp.mean(dx**2) / grad**2
-
-    squares = np.stack(jit(jax.vmap(trial))(jax.random.split(jax.random.key(0), trials)))
-    error = squares.std(1, ddof=1) / trials**0.5
-    assert (error < 0.04).all(), f"too few samples to tell: standard errors {error}"
-    assert (abs(squares.mean(1) - 1) <= 5 * error + bias + 1e-5).all(), (squares.mean(1), error)
+def test_initial_parameters_are_unit() -> None:
+    """Matrices and tables come from N(0, 1), gains are 1, and biases and LoRA's updates 0."""
+    for name, layer in LAYERS.items():
+        found = parameters(layer.make(rngs=nnx.Rngs(0)))
+        for path, parameter in found.items():
+            kind, value = path.rpartition(".")[2], np.asarray(parameter[...])
+            if kind in ("gain", "bias", "lora_b"):
+                np.testing.assert_array_equal(value, float(kind == "gain"), f"{name}: {path}")
+            else:
+                off = abs(np.mean(value**2) - 1) / (2 / value.size) ** 0.5
+                assert off < 5, (name, path)  # standard deviations of a mean of squares
 
 
 def test_a_table_of_a_model() -> None:
@@ -297,26 +230,9 @@ def test_views_are_as_those_of_flax() -> None:
     assert "running averages" in shown
 
 
-TWINS = {
-    nn.Dense: nnx.Linear,
-    nn.Einsum: nnx.Einsum,
-    nn.LoRA: nnx.LoRA,
-    nn.LoRALinear: nnx.LoRALinear,
-    nn.Conv: nnx.Conv,
-    nn.ConvTranspose: nnx.ConvTranspose,
-    nn.Embed: nnx.Embed,
-    nn.LayerNorm: nnx.LayerNorm,
-    nn.RMSNorm: nnx.RMSNorm,
-    nn.GroupNorm: nnx.GroupNorm,
-    nn.BatchNorm: nnx.BatchNorm,
-    nn.Dropout: nnx.Dropout,
-    nn.MultiHeadAttention: nnx.MultiHeadAttention,
-    nn.SimpleCell: nnx.SimpleCell,
-    nn.GRUCell: nnx.GRUCell,
-    nn.OptimizedLSTMCell: nnx.OptimizedLSTMCell,
-    nn.RNN: nnx.RNN,
-    nn.Optimizer: nnx.Optimizer,
-}
+NAMES = "Einsum LoRA LoRALinear Conv ConvTranspose Embed LayerNorm RMSNorm GroupNorm BatchNorm"
+NAMES += " Dropout MultiHeadAttention SimpleCell GRUCell OptimizedLSTMCell RNN Optimizer"
+TWINS = {nn.Dense: nnx.Linear} | {getattr(nn, n): getattr(nnx, n) for n in NAMES.split()}
 OURS = {"policy", "constraint", "pad_to_multiple_of", "is_causal", "max_length", "rotary_base"}
 OURS |= {"mult", "implementation", "stack_axes", "kernel_metadata", "recurrent_kernel_metadata"}
 OURS |= {"bias_metadata", "dtype", "param_dtype"}
@@ -341,13 +257,7 @@ def arguments(cls: type) -> tuple[list[str], set[str]]:
 # drawn for every head.
 DEFAULTS = dict.fromkeys(("param_dtype", "lora_param_dtype"))
 DEFAULTS |= dict.fromkeys(("broadcast_dropout", "deterministic", "decode"), False)
-
-
-def defaults(cls: type) -> dict[str, Any]:
-    """Return the default values of arguments that are numbers, flags, names or None."""
-    parameters = inspect.signature(cls.__init__).parameters
-    plain = bool | int | float | str | tuple | None
-    return {n: p.default for n, p in parameters.items() if isinstance(p.default, plain)}
+PLAIN = bool | int | float | str | tuple | None  # defaults that are compared
 
 
 def test_arguments_are_those_of_flax() -> None:
@@ -355,9 +265,10 @@ def test_arguments_are_those_of_flax() -> None:
         (positional, keywords), (wanted, others) = arguments(cls), arguments(twin)
         assert positional == wanted, cls
         assert keywords - others <= OURS, cls
-        theirs = inspect.signature(twin.__init__).parameters
-        for name, default in defaults(cls).items():
-            if name in theirs and theirs[name].default not in (inspect.Parameter.empty, default):
+        ours, theirs = (inspect.signature(kind.__init__).parameters for kind in (cls, twin))
+        for name in ours.keys() & theirs.keys():
+            default, other = ours[name].default, theirs[name].default
+            if isinstance(default, PLAIN) and other not in (inspect.Parameter.empty, default):
                 assert default is DEFAULTS[name], (cls, name)
     signature, other = (inspect.signature(kind.RNN.__call__).parameters for kind in (nn, nnx))
     assert [(k, p.kind) for k, p in signature.items()] == [(k, p.kind) for k, p in other.items()]

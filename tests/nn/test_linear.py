@@ -10,63 +10,10 @@ import pytest
 from flax import nnx
 
 from tests.gradients import jit
-from tests.nn.table import parameters
+from tests.nn.table import normal, of, parameters
 from tests.optimizers import scaled
 from tests.refusals import refuses
 from unitscale import grad, nn, optim, to_array
-from unitscale.core import ScaledArray
-
-# Class, arguments of both constructors, their options, and the shape of the input.
-LAYERS: list[tuple[str, tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = [
-    ("Linear", (12, 7), {}, (3, 5, 12)),
-    ("Einsum", ("...a,ab->...b", (5, 4), (4,)), {}, (2, 3, 5)),
-    ("Einsum", ("nta, hab -> nthb", (2, 5, 4), (2, 4)), {}, (2, 3, 5)),
-    ("Einsum", ("bthk,hkd->btd", (2, 4, 5), None), {}, (2, 3, 2, 4)),
-    ("Conv", (4, 6, 3), {}, (2, 9, 4)),
-    ("Conv", (4, 6, (3,)), {"strides": 2, "padding": "VALID"}, (2, 3, 9, 4)),
-    ("Conv", (4, 6, (3, 2), None), {"padding": 1, "kernel_dilation": None}, (2, 6, 5, 4)),
-    ("Conv", (4, 6, (3,)), {"padding": "CAUSAL", "kernel_dilation": 2}, (2, 9, 4)),
-    ("Conv", (4, 6, (3, 2)), {"padding": "CIRCULAR", "kernel_dilation": 2}, (2, 6, 5, 4)),
-    ("Conv", (4, 6, (3, 2)), {"padding": ((1, 0), (0, 2)), "strides": 2}, (6, 5, 4)),
-    ("Conv", (4, 6, (3, 3)), {"feature_group_count": 2, "use_bias": False}, (2, 6, 5, 4)),
-    ("Conv", (4, 6, 4), {"input_dilation": 2, "padding": ((1, 2),)}, (2, 9, 4)),
-    ("ConvTranspose", (4, 6, 1), {"strides": 2}, (2, 5, 4)),
-    ("ConvTranspose", (4, 6, (3, 2)), {"padding": "VALID", "strides": (2, 3)}, (6, 5, 4)),
-    ("ConvTranspose", (4, 6, (3, 2)), {"kernel_dilation": (2, 1), "strides": 2}, (2, 6, 5, 4)),
-    ("ConvTranspose", (4, 6, 3, 2), {"padding": ((2, 1),), "use_bias": False}, (2, 3, 9, 4)),
-    ("ConvTranspose", (4, 6, 3), {"padding": 1, "strides": None}, (2, 9, 4)),
-]
-FANS = {"...a,ab->...b": (5, 4), "nta, hab -> nthb": (5, 8), "bthk,hkd->btd": (8, 5)}
-
-
-@pytest.mark.parametrize("kind", ["Linear", "Einsum", "Conv", "ConvTranspose"])
-def test_layers_are_those_of_flax_over_the_root_of_their_fan_in(kind) -> None:
-    pairs, xs = [], []
-    for name, args, options, shape in LAYERS:
-        if name != kind:
-            continue
-        options = options | {"rngs": nnx.Rngs(0), "bias_init": nnx.initializers.normal()}
-        ours, flax = (getattr(module, kind)(*args, **options) for module in (nn, nnx))
-        assert flax.kernel.shape == ours.kernel.shape
-        fan_in = ours.kernel.fan_in
-        if kind == "Einsum":
-            assert (fan_in, ours.kernel.fan_out) == FANS[args[0]]
-        if kind == "ConvTranspose":
-            strides = args[3] if len(args) > 3 else options.get("strides") or 1
-            strides = np.broadcast_to(strides, ours.kernel.ndim - 2)
-            fan_in = ours.kernel.get_value()[..., 0].size / np.prod(strides)
-        flax.kernel.set_value(ours.kernel.get_value() / fan_in**0.5)
-        if ours.bias is not None:
-            flax.bias.set_value(ours.bias.get_value())
-        pairs.append((ours, flax))
-        xs.append(np.random.default_rng(0).normal(size=shape).astype(np.float32))
-    run = jit(lambda xs: [(a(x).data, b(x)) for (a, b), x in zip(pairs, xs, strict=True)])
-    for (ours, _), (found, expected) in zip(pairs, run(xs), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=str(ours))
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def test_lora_is_that_of_flax_over_the_roots_of_fan_in_and_rank() -> None:
@@ -90,13 +37,6 @@ def test_lora_is_that_of_flax_over_the_roots_of_fan_in_and_rank() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert not np.any(none)
     np.testing.assert_array_equal(*pair)
-
-
-def test_a_convolution_keeps_one_scale_and_one_per_example() -> None:
-    layer = nn.Conv(4, 6, 3, rngs=nnx.Rngs(0))
-    scale = jnp.array([1.0, 4.0])[:, None, None]
-    np.testing.assert_array_equal(layer(ScaledArray(jnp.ones((2, 5, 4)), scale)).scale, scale)
-    assert layer(ScaledArray(jnp.ones((0, 2, 5, 4)), 2.0)).shape == (0, 2, 5, 6)
 
 
 # Tables and readouts.
@@ -159,12 +99,7 @@ def some(argnames: str, *cases: Any, slow: Any = ()) -> Any:
     return pytest.mark.parametrize(argnames.split(), cases, ids=str)
 
 
-@some(
-    "tied policy",
-    (False, "fp8"),
-    (True, "float32"),
-    slow=[(False, "float32"), (True, "fp8")],
-)
+@some("tied policy", (False, "fp8"), (True, "float32"), slow=[(False, "float32"), (True, "fp8")])
 def test_losses_and_gradients_are_those_without_padding(tied: bool, policy: str) -> None:
     wide = nn.as_policy(policy)
     wide = wide if policy == "float32" else wide.with_quantized_readout()
@@ -191,10 +126,7 @@ def test_a_readout_with_a_bias_makes_whole_logits() -> None:
     layer.bias.set_value(jnp.arange(VOCAB) / VOCAB)
     x, labels = jnp.ones((2, WIDTH)), jnp.array([0, 3])
     logits, found = jit(
-        lambda x: (
-            layer(x).value,
-            layer.cross_entropy(x, labels, reduction="none", chunk_size=1),
-        )
+        lambda x: (layer(x).value, layer.cross_entropy(x, labels, reduction="none", chunk_size=1))
     )(x)
     logits = np.asarray(logits, np.float64)
     expected = np.log(np.exp(logits).sum(-1)) - logits[[0, 1], [0, 3]]
@@ -260,10 +192,6 @@ def test_tied_is_the_look_up_and_the_readout(policy: str) -> None:
         scales = [layer.amax.get_value().scale for layer in layers]
         assert (np.asarray(scales[0]) != 1).any()
         np.testing.assert_array_equal(*scales)
-
-
-def of(kind: Any, *args: Any, **options: Any) -> Any:
-    return kind(*args, **options, rngs=nnx.Rngs(0))
 
 
 X = np.ones((2, 9), np.float32)

@@ -1,6 +1,6 @@
 """MLPs and mixtures of experts."""
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,40 +11,27 @@ from jax.sharding import PartitionSpec as P
 
 from tests.gradients import jit
 from tests.modules import build
+from tests.nn.table import functional, normal, sine_loss
 from tests.parallel.devices import explicit_mesh
 from tests.refusals import refuses
 from unitscale import batch_over, nn, ops, rules
 
-PLAIN = {"gelu": jax.nn.gelu, "silu": jax.nn.silu, "relu": jax.nn.relu, "tanh": jnp.tanh}
 WIDTH, HIDDEN, TOKENS = 16, 24, 40
 
 
-def draw(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def product(dense: nn.Dense, x):
-    return x @ dense.kernel.get_value() / dense.in_features**0.5 + dense.bias.get_value()
-
-
 def test_values_of_an_mlp() -> None:
-    x, pairs = draw(0, 3, 8), []
-    for name, f in PLAIN.items():
-        layer = nn.MLP(8, 12, 5, activation=name, mult=1.5, rngs=nnx.Rngs(0))
-        factor = rules.elementwise(f, mult=1.5).fwd
-        hidden = lambda x, up=layer.up, f=f, c=factor: c * f(1.5 * product(up, x))  # noqa: E731
-        pairs.append((layer, hidden))
-    for name in ("silu", "gelu"):
-        layer = nn.MLP(8, 12, activation=f"{name}_glu", mult=1.5, rngs=nnx.Rngs(0))
-        factor = rules.glu(PLAIN[name], mult=1.5).fwd
+    layers = {
+        name: nn.MLP(8, 12, 5, activation=name, mult=1.5, rngs=nnx.Rngs(0))
+        for name in ("gelu", "silu", "relu", "tanh", "silu_glu", "gelu_glu")
+    }
 
-        def hidden(x, layer=layer, f=PLAIN[name], c=factor):
-            return c * product(layer.up, x) * f(1.5 * product(layer.gate, x))
+    def by_parts(name, layer, x):
+        gate = () if layer.gate is None else (layer.gate(x),)
+        return layer.down(getattr(ops, name)(layer.up(x), *gate, mult=1.5))
 
-        pairs.append((layer, hidden))
-    run = jit(lambda x: [(m(x).value, product(m.down, hidden(x))) for m, hidden in pairs])
-    for found, expected in run(x):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    run = jit(lambda x: [(m(x).value, by_parts(n, m, x).value) for n, m in layers.items()])
+    for found, expected in run(normal(0, 3, 8)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -58,21 +45,18 @@ def test_values_of_an_mlp() -> None:
 def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str) -> None:
     """The backward pass keeps inputs of activations and recomputes their outputs."""
     layer = nn.MLP(8, 12, activation=activation, policy=policy, rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(layer)
 
-    def plain(layer, x):
+    def by_parts(layer, x):
         f, gate = getattr(ops, activation), layer.gate
-        return layer.down(f(layer.up(x)) if gate is None else f(layer.up(x), gate(x)))
-
-    def pull(f, params, x):
-        return jax.vjp(lambda params, x: f(nnx.merge(graphdef, params), x).value, params, x)
+        return layer.down(f(layer.up(x)) if gate is None else f(layer.up(x), gate(x))).value
 
     def run(f, params, x):
-        y, back = pull(f, params, x)
+        y, back = jax.vjp(f, params, x)
         return y, back(y)
 
-    own, x = lambda layer, x: layer(x), draw(0, 3, 5, 8)
-    kept = jax.eval_shape(lambda *args: pull(own, *args)[1], params, x)
+    (own, params), (plain, _) = functional(layer), functional(layer, by_parts)
+    x = normal(0, 3, 5, 8)
+    kept = jax.eval_shape(lambda *args: jax.vjp(own, *args)[1], params, x)
     hidden = [a for a in jax.tree.leaves(kept) if a.ndim > 2 and a.shape[-1] == 12]
     assert len(hidden) == 1 + (layer.gate is not None) + (policy != "fp8")
     assert sum(a.dtype.itemsize == 1 for a in hidden) == (policy == "fp8_dynamic")
@@ -84,13 +68,10 @@ def test_hidden_units_in_8_bits_are_computed_again(policy: str, activation: str)
 def test_recomputation_under_vmap_and_scan_and_of_parts_of_a_batch() -> None:
     """The backward pass, traced outside of `batch_over`, still has its factors."""
     layer = nn.MLP(8, 12, policy="fp8", rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(layer)
-    x = draw(0, 3, 5, 8)
+    x = normal(0, 3, 5, 8)
 
     def gradients(call):
-        def loss(params, x):
-            y = call(nnx.merge(graphdef, params), x).value
-            return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+        loss, params = functional(layer, lambda layer, x: sine_loss(partial(call, layer), x))
 
         def part(params, x):
             with batch_over("parts"):
@@ -122,10 +103,10 @@ def test_who_watches_layers_sees_the_last(monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_array_equal(last, y)
 
 
-@pytest.mark.parametrize("kind", [nn.MLP, functools.partial(nn.MoE, experts=2)])
+@pytest.mark.parametrize("kind", [nn.MLP, partial(nn.MoE, experts=2)])
 def test_dropout_is_on_the_output(kind) -> None:
     layer = kind(8, 12, dropout_rate=0.5, rngs=nnx.Rngs(params=0, dropout=1))
-    x = draw(10, 30, 8)
+    x = normal(10, 30, 8)
     noisy, quiet = nnx.jit(lambda m, x: (m(x).value, m(x, deterministic=True).value))(layer, x)
     kept = noisy != 0
     assert 0 < np.mean(kept) < 1
@@ -142,65 +123,23 @@ def moe(policy="float32", seed=0, **options):
 
 def gradients(model, x, cotangent):
     """Return a function for value and gradients by parameters and input, and the parameters."""
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def call(model, x):
+        y = model(x).value
+        return jnp.sum(y.astype(jnp.float32) * cotangent), y
+
+    loss, params = functional(model, call)
 
     def run(params, x):
-        def loss(params, x):
-            y = nnx.merge(graphdef, params, rest, copy=True)(x).value
-            return jnp.sum(y.astype(jnp.float32) * cotangent), y
-
         (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
         return y, grads
 
     return run, params
 
 
-@pytest.mark.parametrize(
-    ("experts", "top_k", "width", "options"),
-    [
-        (16, 4, 32, {"router_mult": 2.0}),
-        (8, 1, 64, {}),
-        (6, 3, 32, {"renormalize": False}),
-    ],
-)
-@pytest.mark.slow
-def test_scale_of_a_mixture(experts, top_k, width, options) -> None:
-    """Outputs, logits and the gradients of all weights and biases have unit RMS.
-
-    The gradient of the input is the true sum over experts and router. The gradient before the
-    activation is larger by the ratio of the activation's factors.
-    """
-    ideal = rules.elementwise(jnp.tanh, constraint=None)
-    ratio = ideal.fwd / ideal.bwd[0]
-    tokens, trials = 64, 32
-    options = {"experts": experts, "top_k": top_k, "activation": "tanh"} | options
-
-    def trial(key):
-        init, x_key, y_key = jax.random.split(key, 3)
-        model = nn.MoE(width, width, rngs=nnx.Rngs(init), **options)
-        x = jax.random.normal(x_key, (tokens, width))
-        run, params = gradients(model, x, jax.random.normal(y_key, x.shape))
-        y, (grads, _) = run(params, x)
-        arrays = {"y": y, "logits": model.route(x).logits} | {
-            ".".join(map(str, path)): g.get_value() for path, g in nnx.to_flat_state(grads)
-        }
-        return {name: jnp.mean(a**2) for name, a in arrays.items()}
-
-    keys = jax.random.split(jax.random.key(experts), trials)
-    squares = jit(lambda keys: jax.lax.map(trial, keys))(keys)
-    assert len(squares) == 7
-    for name, square in squares.items():
-        expected = ratio if ".up." in name else 1.0
-        error = square.std(ddof=1) / expected**2 / trials**0.5
-        off = abs(float(square.mean()) / expected**2 - 1)
-        # The router's gates are normal, and experts independent, for wide tokens alone.
-        assert off <= 5 * error + 1 / width, (name, off, error)
-        assert error < 0.06, (name, error)
-
-
 def test_is_the_mlp_that_it_is_made_of() -> None:
     """One expert equals an MLP of the same parameters; several equal the weighted sum of MLPs."""
-    x = draw(0, 3, 5, WIDTH)
+    x = normal(0, 3, 5, WIDTH)
     one, three = moe(experts=1, top_k=1), moe(experts=3, top_k=3)
 
     def expert(model, index):
@@ -220,38 +159,17 @@ def test_is_the_mlp_that_it_is_made_of() -> None:
 
     for found, expected in run(x):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    layer, x = nn.ExpertDense(2, 8, 3, rngs=nnx.Rngs(0)), draw(10, 30, 8)
+    layer, x = nn.ExpertDense(2, 8, 3, rngs=nnx.Rngs(0)), normal(10, 30, 8)
     groups = ops.Groups(jnp.array([10, 20]), rows=30, groups=2)
     expected = ops.dense(x[:10], layer.kernel.get_value()[0]).value
     np.testing.assert_allclose(layer(x, groups).value[:10], expected, rtol=1e-5, atol=1e-5)
 
 
-# Relative errors: some roundings of 16-bit activations; one of the coarsest operand in 8 bits.
-POLICIES = {
-    "float16": 4 * float(jnp.finfo("float16").eps),
-    "fp8": float(jnp.finfo("float8_e4m3fn").eps),
-    "mxfp8": float(jnp.finfo("float8_e4m3fn").eps),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-def test_policies_of_a_mixture(policy) -> None:
-    """Results equal float32 up to rounding, with the same experts."""
-    x, cotangent = draw(1, TOKENS, WIDTH), draw(2, TOKENS, WIDTH)
-    x = x.astype(jnp.bfloat16).astype(jnp.float32)
-    (run, params), (wide, _) = (gradients(moe(p), x, cotangent) for p in (policy, "float32"))
-    results = jit(lambda *args: (run(*args), wide(*args)))(params, x)
-    for narrow, exact in zip(*map(jax.tree.leaves, results), strict=True):
-        narrow, exact = np.asarray(narrow, np.float64), np.asarray(exact, np.float64)
-        assert np.linalg.norm(narrow - exact) < POLICIES[policy] * np.linalg.norm(exact)
-
-
 def test_experts_without_tokens_one_with_all_and_no_tokens() -> None:
     model = moe("float16", activation="gelu")
     model.router.set_value(jnp.zeros((WIDTH, 4)).at[:, 1].set(3.0).at[:, 2].set(2.0))
-    x = jnp.abs(draw(3, TOKENS, WIDTH))
-    run, params = gradients(model, x, draw(4, TOKENS, WIDTH))
+    x = jnp.abs(normal(3, TOKENS, WIDTH))
+    run, params = gradients(model, x, normal(4, TOKENS, WIDTH))
     y, (grads, dx) = jit(run)(params, x)
     for path, grad in nnx.to_flat_state(grads["experts"]):
         used = np.any(np.asarray(grad.get_value()).reshape(4, -1), 1)
@@ -265,15 +183,16 @@ def test_experts_without_tokens_one_with_all_and_no_tokens() -> None:
 
 def test_losses_of_the_router() -> None:
     """The weight of a router loss changes gradients but not values."""
-    x, cotangent = draw(5, TOKENS, WIDTH), draw(6, TOKENS, WIDTH)
+    x, cotangent = normal(5, TOKENS, WIDTH), normal(6, TOKENS, WIDTH)
     plain, weighted = moe(), moe(load_balancing=0.5, z_loss=0.25)
     run, params = gradients(plain, x, cotangent)
     with_loss, _ = gradients(weighted, x, cotangent)
-    graphdef, _, rest = nnx.split(plain, nnx.Param, ...)
 
-    def alone(params, x):
-        routing = nnx.merge(graphdef, params, rest, copy=True).route(x)
+    def losses(model, x):
+        routing = model.route(x)
         return 0.5 * routing.load_balancing_loss() + 0.25 * routing.z_loss()
+
+    alone, _ = functional(plain, losses)
 
     def everything(params, x):
         return run(params, x), with_loss(params, x), jax.grad(alone, (0, 1))(params, x)
@@ -296,7 +215,7 @@ def test_losses_of_the_router() -> None:
 )
 @pytest.mark.slow
 def test_experts_on_a_mesh_whose_axes_are_part_of_the_type(axes, spec, policy) -> None:
-    x, cotangent = draw(7, 8, 6, WIDTH), draw(8, 8, 6, WIDTH)
+    x, cotangent = normal(7, 8, 6, WIDTH), normal(8, 8, 6, WIDTH)
 
     @nnx.jit
     def run(model, x, cotangent):

@@ -8,52 +8,14 @@ from flax import nnx
 
 from tests.gradients import jit
 from tests.modules import build
+from tests.nn.table import CELLS, normal
 from tests.refusals import refuses
 from unitscale import nn, rules
 from unitscale.core import ScaledArray
 
-CELLS = {
-    "gru": nn.GRUCell,
-    "lstm": nn.OptimizedLSTMCell,
-    "rhn": nn.RHNCell,
-    "simple": nn.SimpleCell,
-}
-
 
 def make(name: str, features: int = 4, hidden: int = 6, **options) -> nn.RNN:
     return nn.RNN(CELLS[name](features, hidden, **({"rngs": nnx.Rngs(0)} | options)))
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-@pytest.mark.parametrize(
-    "name", [n if n == "gru" else pytest.param(n, marks=pytest.mark.slow) for n in CELLS]
-)
-def test_states_and_gradients_are_unit(name) -> None:
-    """States to within half a binade, gradients within a binade.
-
-    Beyond half a binade, a state would take another power-of-two scale than 1. Gradients inside a
-    recurrence are the true ones, whose size depends on the number of steps.
-    """
-    width, steps, trials = 64, 24, 12
-
-    def trial(key):
-        init, x_key, y_key = jax.random.split(key, 3)
-        layer = make(name, width, width, rngs=nnx.Rngs(init))
-        graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
-        x = jax.random.normal(x_key, (8, steps, width))
-        y, vjp = jax.vjp(lambda p: nnx.merge(graphdef, p, rest, copy=True)(x).data, params)
-        (grads,) = vjp(jax.random.normal(y_key, y.shape))
-        return jnp.mean(y**2, (0, 2)), jax.tree.map(lambda g: jnp.mean(g**2), grads)
-
-    outputs, grads = jit(jax.vmap(trial))(jax.random.split(jax.random.key(0), trials))
-    settled = np.asarray(outputs)[:, steps // 2 :].mean()
-    assert 2**-0.5 < settled**0.5 < 2**0.5, settled
-    for path, squares in jax.tree_util.tree_leaves_with_path(grads):
-        rms = float(np.mean(squares)) ** 0.5
-        assert 0.5 < rms < 2 * 2**0.5, (jax.tree_util.keystr(path), rms)
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -143,22 +105,14 @@ class Unfinished(nn.RNNCell):
     gates = 1
 
 
-RNGS = nnx.Rngs(0)
+RNGS, X = nnx.Rngs(0), jnp.ones((2, 5, 4))
 test_errors = refuses(
     [
         (ValueError, lambda: nn.RHNCell(2, 2, 0, rngs=RNGS), "RHNCell: depth must be at least 1"),
-        (
-            NotImplementedError,
-            lambda: nn.RNN(Unfinished(2, 2, rngs=RNGS))(jnp.ones((1, 2, 2))),
-            "Unfinished must implement step",
-        ),
+        (NotImplementedError, lambda: nn.RNN(Unfinished(4, 2, rngs=RNGS))(X), "implement step"),
         (TypeError, lambda: nn.RNNCell(4, 8, rngs=RNGS), "RNNCell: expected a cell"),
         (TypeError, lambda: nn.RNN(nn.Dense(2, 2, rngs=RNGS)), "cell must be"),
         (ValueError, lambda: make("gru")(jnp.ones(4)), "inputs must be"),
-        (
-            ValueError,
-            lambda: make("gru")(jnp.ones((2, 5, 4)), initial_carry=jnp.zeros((3, 6))),
-            "x must be",
-        ),
+        (ValueError, lambda: make("gru")(X, initial_carry=jnp.zeros((3, 6))), "x must be"),
     ]
 )

@@ -1,22 +1,22 @@
 """Attention and its cache, residual branches, transformer layers and stacks, scans over layers."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from recipes.bench.wire import collectives
 from tests.gradients import jit
 from tests.modules import build
-from tests.optimizers import scaled
+from tests.nn.table import functional, loss_and_value, sine_loss
 from tests.parallel.devices import mesh_of, relative_error
 from tests.refusals import refuses
 from unitscale import nn, ops, rules
-from unitscale.core import ScaledArray, is_scaled, to_array
+from unitscale.core import is_scaled, to_array
 from unitscale.parallel import param_shardings
 
 WIDTH, HEADS, TIME, LAYERS = 16, 4, 6, 2
@@ -33,65 +33,47 @@ def inputs(time: int = TIME, features: int = WIDTH, seed: int = 0) -> np.ndarray
 X = inputs()
 
 
-def reference(layer, x, source, mask, kv_heads) -> np.ndarray:
-    """The layer in float64 NumPy."""
+def composed(layer, x, source, mask):
+    """The layer by its matmuls and the op."""
+    source = x if source is None else source
 
-    def affine(dense, x):
-        kernel = np.asarray(dense.kernel.get_value(), np.float64)
-        return np.asarray(x, np.float64) @ kernel / kernel.shape[0] ** 0.5
+    def heads(dense, x):
+        y = dense(x).value
+        return y.reshape(*y.shape[:-1], -1, layer.head_dim)
 
-    def heads(x, count):
-        return x.reshape(*x.shape[:-1], count, -1)
-
-    q = heads(affine(layer.query, x), HEADS)
-    k, v = (heads(affine(d, source), kv_heads) for d in (layer.key, layer.value))
-    k, v = (np.repeat(a, HEADS // kv_heads, axis=2) for a in (k, v))
-    logits = np.einsum("bthd,bshd->bhts", q, k) * layer.mult / q.shape[-1]
-    weights = np.where(True if mask is None else mask, np.exp(logits), 0)
-    weights = weights / weights.sum(-1, keepdims=True)
-    length = logits.shape[-1] if layer.max_length is None else layer.max_length
-    factor = rules.dot_product_attention(
-        q.shape[-1], length, is_causal=layer.is_causal, mult=layer.mult
-    ).fwd
-    y = factor * np.einsum("bhts,bshd->bthd", weights, v)
-    return affine(layer.out, y.reshape(*y.shape[:2], -1))
+    operands = heads(layer.query, x), heads(layer.key, source), heads(layer.value, source)
+    options = {"mask": mask, "is_causal": layer.is_causal, "mult": layer.mult}
+    y = ops.dot_product_attention(*operands, scale_length=layer.max_length, **options).value
+    return layer.out(y.reshape(*y.shape[:-2], -1)).value
 
 
-def test_attention_against_numpy() -> None:
-    causal, some = np.tri(TIME, dtype=bool), np.random.default_rng(0).random((TIME, 9)) < 0.6
-    some[:, 0] = True
+def test_attention_is_composed_of_matmuls_and_the_op() -> None:
+    some = np.random.default_rng(0).random((TIME, 9)) < 0.6
+    wide, other = {"num_kv_heads": 1, "qkv_features": 32, "out_features": 5}, inputs(9, 7, seed=1)
     cases: list[tuple[dict[str, Any], Any, Any]] = [
         ({}, None, None),
-        ({"is_causal": True, "mult": 3.0}, None, causal),
+        ({"is_causal": True, "mult": 3.0}, None, None),
         ({"num_kv_heads": 2, "max_length": 20}, None, None),
-        (
-            {"num_kv_heads": 1, "is_causal": True, "qkv_features": 32, "out_features": 5},
-            None,
-            causal,
-        ),
-        ({"in_kv_features": 7}, inputs(9, 7, seed=1), some),
+        ({"is_causal": True, **wide}, None, None),
+        ({"in_kv_features": 7}, other, some),
     ]
     layers = [attention(**options) for options, _, _ in cases]
 
     @jit
     def run(x):
         return [
-            layer(x).value if source is None else layer(x, source, mask=mask).value
+            (layer(x, source, mask=mask).value, composed(layer, x, source, mask))
             for layer, (_, source, mask) in zip(layers, cases, strict=True)
         ]
 
-    for layer, found, (options, source, mask) in zip(layers, run(X), cases, strict=True):
-        source, kv_heads = X if source is None else source, options.get("num_kv_heads", HEADS)
-        expected = reference(layer, X, source, mask, kv_heads)
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    *_, source = (case[1] for case in cases)
-    again = layers[-1](X, source, inputs(9, 7, seed=2), mask=some).value
+    for found, expected in run(X):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    again = layers[-1](X, other, inputs(9, 7, seed=2), mask=some).value
     assert not np.allclose(again, expected, atol=0.1)
 
 
 @pytest.mark.parametrize(
-    ("batch", "masked"),
-    [((3, 2), (3, 2, 1, TIME, TIME)), ((), (HEADS, 1, TIME))],
+    ("batch", "masked"), [((3, 2), (3, 2, 1, TIME, TIME)), ((), (HEADS, 1, TIME))]
 )
 def test_any_number_of_batch_axes(batch, masked) -> None:
     """The result is the same as for one sequence at a time."""
@@ -116,25 +98,6 @@ def test_rotary_positions_are_relative() -> None:
     np.testing.assert_allclose(shifted, plain, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(per_item, plain, rtol=1e-4, atol=1e-4)
     assert not np.allclose(stretched, plain, atol=1e-2)
-
-
-def test_a_cache_gives_what_the_uncached_layer_gives() -> None:
-    policy, options = "float16", {"num_kv_heads": 2, "rotary_base": 30.0, "mult": 2.0}
-    layer = attention(is_causal=True, max_length=TIME, policy=policy, **options)
-    uncached = np.asarray(jit(lambda x: layer(x).value)(X), np.float64)
-    # A longer cache than the sequence: unwritten slots are not attended to.
-    step, cache, parts = jit(layer.decode), layer.init_cache(2, 9), []
-    for start, stop in ((0, 3), (3, 4), (4, 5), (5, TIME)):
-        y, cache = step(X[:, start:stop], cache)
-        parts.append(np.asarray(y.value, np.float64))
-    assert int(cache.length) == TIME
-    assert cache.key.dtype == layer.policy.compute_dtype
-    # Both compute in float32 and round a few times to the policy's type.
-    near = 16 * float(jnp.finfo(policy).eps)
-    np.testing.assert_allclose(np.concatenate(parts, 1), uncached, rtol=near, atol=4 * near)
-    # A full cache gives NaN and not wrong tokens.
-    _, cache = step(X[:, :3], layer.init_cache(2, 4))
-    assert np.isnan(step(X[:, 3:5], cache)[0].value).all()
 
 
 def test_the_implementation_is_that_of_calls_and_not_of_decoding() -> None:
@@ -223,66 +186,55 @@ def stack_of(layers: int = LAYERS, **options) -> nn.TransformerStack:
     )
 
 
+def saved(loss, params) -> list[jax.ShapeDtypeStruct]:
+    """Return the arrays that are saved for the backward pass."""
+    return jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params))
+
+
 def test_remat_changes_no_number() -> None:
     """Values, gradients and dropout masks are equal, and less is saved for the backward pass."""
-    losses, saved = [], []
+    losses, sizes = [], []
     for remat in ("none", "dots", "layer"):
-        graphdef, params, rest = nnx.split(
-            stack_of(1, remat=remat, dropout_rate=0.3), nnx.Param, ...
-        )
-
-        def loss(params, graphdef=graphdef, rest=rest):
-            return jnp.sum(jnp.sin(nnx.merge(graphdef, params, rest, copy=True)(X).value))
-
-        kept = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
-        saved.append(sum(leaf.size for leaf in jax.tree.leaves(kept)))
+        stack = stack_of(1, remat=remat, dropout_rate=0.3)
+        loss, params = functional(stack, lambda model: sine_loss(model, X))
+        sizes.append(sum(leaf.size for leaf in saved(loss, params)))
         losses.append(jax.value_and_grad(loss))
     plain, *others = jit(lambda params: [loss(params) for loss in losses])(params)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     for other in others:
-        for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(plain), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-    assert saved == sorted(set(saved), reverse=True)
+        jax.tree.map(near, other, plain)
+    assert sizes == sorted(set(sizes), reverse=True)
 
 
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_remat_saves_quantized_inputs(scan: bool) -> None:
     """One byte for each input of a matmul; the gradient is the same."""
-    x, found, saved = jnp.asarray(X, jnp.bfloat16), {}, {}
+    x, losses, sizes = jnp.asarray(X, jnp.bfloat16), [], []
     for remat in ("quantized", "layer"):
-        stack = nn.TransformerStack(
-            2, WIDTH, 2, 24, remat=remat, scan=scan, policy="fp8_dynamic", rngs=nnx.Rngs(0)
-        )
-        graphdef, params = nnx.split(stack)
-
-        def loss(params, graphdef=graphdef):
-            return jnp.sum(jnp.sin(nnx.merge(graphdef, params)(x).value.astype(jnp.float32)))
-
-        found[remat] = jit(jax.grad(loss))(params)
-        kept = jax.eval_shape(lambda params, loss=loss: jax.vjp(loss, params)[1], params)
-        saved[remat] = sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf.dtype.itemsize == 1)
-    for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
-        np.testing.assert_array_equal(a, b)
+        options = {"remat": remat, "scan": scan, "policy": "fp8_dynamic", "rngs": nnx.Rngs(0)}
+        stack = nn.TransformerStack(2, WIDTH, 2, 24, **options)
+        loss, params = functional(stack, lambda model: sine_loss(model, x))
+        losses.append(jax.grad(loss))
+        sizes.append(sum(leaf.size for leaf in saved(loss, params) if leaf.dtype.itemsize == 1))
+    found = jit(lambda params: [loss(params) for loss in losses])(params)
+    jax.tree.map(np.testing.assert_array_equal, *found)
     # Inputs of query, key, value, out and up have the width, that of down is hidden.
-    assert saved["layer"] == 0
-    assert saved["quantized"] in (2 * x.size // WIDTH * (n * WIDTH + 24) for n in (4, 5))
+    assert sizes[1] == 0
+    assert sizes[0] in (2 * x.size // WIDTH * (n * WIDTH + 24) for n in (4, 5))
 
 
 @pytest.mark.parametrize(
-    ("activation", "devices"),
-    [("silu_glu", 2), pytest.param("gelu", 4, marks=pytest.mark.slow)],
+    ("activation", "devices"), [("silu_glu", 2), pytest.param("gelu", 4, marks=pytest.mark.slow)]
 )
 def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
     """The forward pass sums over devices, without gathering matrices, heads or hidden units."""
     mesh = mesh_of(tensor=devices)
     options = {"is_causal": True, "activation": activation, "use_bias": False}
     layer = build(lambda: nn.TransformerLayer(32, 4, **options, rngs=nnx.Rngs(0)))
-    graphdef, params = nnx.split(layer)
+    forward, params = functional(layer)
     shardings = param_shardings(params, mesh, small=256)
     placed, whole = jax.device_put(params, shardings), jax.NamedSharding(mesh, jax.P())
     x = inputs(5, 32)
-
-    def forward(params, x):
-        return nnx.merge(graphdef, params)(x).value
 
     def gradients(params, x):
         return jax.grad(lambda *args: jnp.sum(jnp.cos(forward(*args))), argnums=(0, 1))(params, x)
@@ -305,12 +257,7 @@ def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
 
 def values_and_gradients(stack: nn.TransformerStack):
     """Return the output, and gradients by (stacked) parameters and input."""
-    graphdef, params, rest = nnx.split(stack, nnx.Param, ...)
-
-    def loss(params, x):
-        y = to_array(nnx.merge(graphdef, params, rest, copy=True)(x)).astype(jnp.float32)
-        return jnp.sum(jnp.sin(y)), y
-
+    loss, params = functional(stack, loss_and_value)
     (_, y), grads = jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, jnp.asarray(X))
     by_params = jax.tree.map(np.asarray, nnx.to_pure_dict(grads[0])["layers"])
     if not stack.scan:
@@ -362,32 +309,6 @@ def test_a_scan_computes_what_layers_do_one_by_one(options, monkeypatch) -> None
     assert_same(values_and_gradients(automatic), expected)
 
 
-@pytest.mark.parametrize(
-    ("placement", "scale"),
-    [("post", 4.0), ("pre", np.float32([[[4]], [[0.5]]]))],
-    ids=str,
-)
-@pytest.mark.slow
-def test_scaled_parameters_and_inputs(placement: str, scale) -> None:
-    """Biases have one scale for all layers, as optimizers store them."""
-    stack = stack_of(norm_placement=placement)
-    scanned = stack.with_scan(True)
-    for model in (stack, scanned):
-        tx = scaled(optax.sgd(0.1), weights=jnp.float32)
-        nnx.update(model, tx.scale_params(nnx.state(model, nnx.Param)))
-    kernel = scanned.layers.mlp.up.kernel.get_value()
-    assert kernel.scale.shape == (LAYERS, 1, 1)
-    x = ScaledArray(jnp.asarray(X), scale)
-    (graph, state), (other, others) = nnx.split(stack), nnx.split(scanned)
-    assert_same(
-        *jit(
-            lambda *states: [
-                to_array(nnx.merge(g, s)(x)) for g, s in zip((graph, other), states, strict=True)
-            ]
-        )(state, others)
-    )
-
-
 def test_conversion_both_ways() -> None:
     stack = stack_of()
     scanned = stack.with_scan(True)
@@ -404,7 +325,7 @@ def test_conversion_both_ways() -> None:
 @pytest.mark.parametrize("policy", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def test_decoding_gives_what_the_uncached_stack_gives(policy: str) -> None:
     options = {"policy": policy, "rotary_base": 100.0, "num_kv_heads": 1, "max_length": TIME}
-    one = stack_of(2, **options)
+    one = stack_of(2, **options, attention_mult=2.0)
     expected = jit(lambda x: to_array(one(x)))(X)
     near = 32 * float(jnp.finfo(policy).eps)  # rounding a few times per layer
     for model in (one, one.with_scan(True)):
@@ -414,6 +335,11 @@ def test_decoding_gives_what_the_uncached_stack_gives(policy: str) -> None:
             parts.append(np.asarray(to_array(y), np.float64))
         found = np.concatenate(parts, axis=1)
         np.testing.assert_allclose(found, expected, rtol=near, atol=4 * near)
+        assert {int(layer.length) for layer in cache} == {TIME}
+        assert {layer.key.dtype.name for layer in cache} == {policy}
+        # A full cache gives NaN and not wrong tokens.
+        _, cache = step(jnp.asarray(X[:, :4]), model.init_cache(2, 4))
+        assert np.isnan(to_array(step(jnp.asarray(X[:, 4:5]), cache)[0])).all()
 
 
 @pytest.mark.parametrize(("scan", "counts"), [(True, (2, 7)), ("auto", (8, 9))])
@@ -422,9 +348,8 @@ def test_the_program_holds_one_layer(scan, counts) -> None:
         stack = nnx.eval_shape(
             lambda: nn.TransformerStack(count, 8, 2, scan=scan, rngs=nnx.Rngs(0))
         )
-        graphdef, state = nnx.split(stack)
-        jaxpr = jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x).value)
-        return len(str(jaxpr(state, jnp.ones((1, 3, 8)))).splitlines())
+        apply, params = functional(stack)
+        return len(str(jax.make_jaxpr(apply)(params, jnp.ones((1, 3, 8)))).splitlines())
 
     few, many = map(length, counts)
     assert few == many

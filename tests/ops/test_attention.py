@@ -14,20 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from tests.batching import compute
 from unitscale import as_scaled, ops, rules, scalify, to_array
 from unitscale.analysis import check_gradients
-from unitscale.core import ScaledArray
 from unitscale.ops import _attention_kernels as kernels
 from unitscale.parallel import make_mesh
 
-from .conformance import (
-    assert_close,
-    case,
-    check,
-    check_all,
-    normal,
-    pulled,
-    rounded,
-    scaled,
-)
+from .conformance import assert_close, case, check, check_all, normal, pulled, rounded, scaled
 
 BATCH, TIME, SOURCE, DIM = 2, 11, 6, 4
 SHAPE = (1, 3, 2, 4)
@@ -52,10 +42,12 @@ HIDDEN = drawn((BATCH, 4, TIME, SOURCE), 0.5)
 HIDDEN[:, :, 2] = HIDDEN[0, 1, 7:] = False  # rows with nothing to attend to
 LATE = HIDDEN.copy()
 LATE[:, :, :3, :4] = False  # keys that come later than the query alone
+IDS = np.repeat([[5, 2, 7, 7], [1, 3, 3, 0]], [3, 3, 2, 3], axis=1)
+PADDED = drawn((BATCH, 1, 1, TIME), 0.8)
 PER_ITEM = np.float32([2, 0.25]).reshape(2, 1, 1, 1)
 NONE = (None, None, None)
-# Query heads, key heads, mask, causal, scales of q, k and v.
-TABLE: dict[str, tuple[int, int, np.ndarray | None, bool, tuple[Any, Any, Any]]] = {
+# Query heads, key heads, mask, causal, scales of q, k and v, and further options.
+TABLE: dict[str, tuple[Any, ...]] = {
     "full": (4, 4, None, False, NONE),
     "grouped": (4, 2, None, False, NONE),
     "grouped causal": (4, 1, None, True, NONE),
@@ -66,7 +58,22 @@ TABLE: dict[str, tuple[int, int, np.ndarray | None, bool, tuple[Any, Any, Any]]]
     "mask of heads": (4, 2, drawn((4, 1, SOURCE), 0.6), False, NONE),
     "scales": (4, 2, HIDDEN, False, (4.0, 0.5, 2.0**10)),
     "scales of items": (4, 2, None, True, (PER_ITEM, np.float32(0.5), PER_ITEM)),
+    "window": (4, 2, None, False, NONE, {"local_window_size": 3}),
+    "uneven window": (4, 2, None, False, NONE, {"local_window_size": (5, 1)}),
+    "causal window": (4, 2, None, True, NONE, {"local_window_size": (4, 2)}),
+    "all before": (4, 2, None, False, NONE, {"local_window_size": (TIME, 2)}),
+    "segments": (4, 2, None, False, NONE, {"segment_ids": IDS}),
+    "segments, window": (4, 2, PADDED, True, NONE, {"segment_ids": IDS, "local_window_size": 2}),
 }
+
+
+def allowed(local_window_size: Any = None, segment_ids: Any = None) -> np.ndarray:
+    """Return the mask of a window and of segments."""
+    behind = np.arange(TIME)[:, None] - np.arange(TIME)
+    left, right = np.broadcast_to(TIME if local_window_size is None else local_window_size, 2)
+    ids = np.zeros((BATCH, TIME)) if segment_ids is None else segment_ids
+    same = (ids[:, :, None] == ids[:, None, :])[:, None]
+    return same & (behind <= left) & (-behind <= right)
 
 
 def reference(q, k, v, ct, mask=None, is_causal=False, mult=1.0):
@@ -115,8 +122,9 @@ def test_values_and_gradients(implementation: str, dtype: str) -> None:
     def program(arguments: dict[str, Any]) -> dict[str, Any]:
         results = {}
         for name, (*args, ct) in arguments.items():
-            *_, mask, is_causal, scales = TABLE[name]
+            _, _, mask, is_causal, scales, *more = TABLE[name]
             how = {"mask": mask, "is_causal": is_causal, "implementation": implementation}
+            how |= more[0] if more else {}
             y, vjp = jax.vjp(
                 lambda *a, s=scales, how=how: attend(*scaled(a, s, dtype), **how).data, *args
             )
@@ -126,17 +134,23 @@ def test_values_and_gradients(implementation: str, dtype: str) -> None:
     given = {}
     names = TABLE if dtype == "float32" else ("grouped", "mask of queries", "scales of items")
     for name in names:
-        heads, kv_heads, *_ = TABLE[name]
-        q, kv = (BATCH, TIME, heads, DIM), (BATCH, SOURCE, kv_heads, DIM)
+        heads, kv_heads, _, _, _, *more = TABLE[name]
+        q, kv = (BATCH, TIME, heads, DIM), (BATCH, TIME if more else SOURCE, kv_heads, DIM)
         given[name] = tuple(rounded(a, dtype) for a in normal(name, q, kv, kv, q))
     with jax.enable_x64(dtype == "float64"):
         typed = {n: tuple(jnp.asarray(a, dtype) for a in arrays) for n, arrays in given.items()}
         found = jax.jit(program)(typed)
         found = jax.tree.map(lambda x: (np.asarray(x).astype(np.float64), x.dtype), found)
     for name, (q, k, v, ct) in given.items():
-        *_, mask, is_causal, (qs, ks, _) = TABLE[name]
+        _, _, mask, is_causal, (qs, ks, _), *more = TABLE[name]
         logit_scale = np.float64(1 if qs is None else qs) * np.float64(1 if ks is None else ks)
         fwd = factors(is_causal=is_causal).fwd
+        if more:
+            window = more[0].get("local_window_size", TIME)
+            left, right = np.broadcast_to(window, 2)
+            keys = int(left + 1 + (0 if is_causal else right)) if left < TIME - 1 else None
+            fwd = factors(TIME, is_causal=is_causal, keys_per_query=keys).fwd
+            mask = allowed(**more[0]) & (True if mask is None else mask)
         y, dq, dk, dv = reference(q * logit_scale, k, v, ct, mask, is_causal)
         # Gradients are those of data: of q and k before their scales.
         wanted = (y, dq * logit_scale, dk, dv)
@@ -184,22 +198,6 @@ def test_constraints_and_scales_that_vary() -> None:
             slack=2 * SLACK[dtype],
         )
     check_all(cases)
-
-
-def test_scale_and_dtype_of_the_output() -> None:
-    q = np.ones((2, 3, 2, 4), np.float16)
-    per_item = np.float32([2, 4]).reshape(2, 1, 1, 1)
-    y = jax.jit(attend)(ScaledArray(q, per_item), q, ScaledArray(q, per_item))
-    np.testing.assert_array_equal(y.scale, per_item)
-    per_head = ScaledArray(q, np.float32([[1], [2]]))
-    wide, byte = (q.astype(dtype) for dtype in (np.float32, jnp.float8_e4m3fn))
-    for args, dtype in (
-        ((ScaledArray(q, per_item), q, q), jnp.float16),
-        ((per_head, q, q), jnp.float16),
-        ((wide, wide, q), jnp.float16),
-        ((byte, byte, byte), jnp.bfloat16),
-    ):
-        assert jax.eval_shape(attend, *args).dtype == dtype
 
 
 FAR = [(100, -100, 0, "float16"), (100, 100, -100, "float32"), (-100, -100, 100, "float32")]
@@ -399,3 +397,33 @@ def test_no_array_of_all_weights(is_causal: bool) -> None:
 
     assert temporaries("plain") >= bytes_of_weights
     assert temporaries("chunked") < 0.2 * bytes_of_weights
+
+
+def test_a_window_has_unit_variance() -> None:
+    q, k, v = (
+        jax.random.normal(key, (8, 256, 4, 16)) for key in jax.random.split(jax.random.key(1), 3)
+    )
+    alone = attend(q, k, v, local_window_size=(0, 0)).data
+    np.testing.assert_allclose(alone, v, rtol=1e-6)
+    options: Any
+    for options in ({"is_causal": True}, {}):
+        y = attend(q, k, v, local_window_size=(15, 15), **options).data
+        assert abs(float(jnp.mean(y**2)) - 1) < 0.1, options  # ends of the sequence see fewer keys
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "name"),
+    [
+        ({"local_window_size": -1}, ValueError, "local_window_size"),
+        ({"local_window_size": (2, -1)}, ValueError, "local_window_size"),
+        ({"segment_ids": np.zeros((BATCH, 3), int)}, ValueError, "segment_ids"),
+        ({"segment_ids": np.zeros((BATCH, TIME))}, TypeError, "segment_ids"),
+    ],
+)
+def test_bad_windows_and_segments(options: dict[str, Any], error: type, name: str) -> None:
+    x = jnp.ones((BATCH, TIME, 4, DIM))
+    with pytest.raises(error, match=name):
+        attend(x, x, x, **options)
+    if "local_window_size" in options:
+        with pytest.raises(error, match=name):
+            attend(x, x[:, :3], x[:, :3], local_window_size=2)

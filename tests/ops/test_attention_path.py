@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from recipes.bench.wire import collectives
+from tests.batching import entry
 from tests.parallel.devices import explicit_mesh, mesh_of
 from unitscale import ops
 from unitscale.core._compat import cudnn_of
@@ -45,79 +46,62 @@ def shaped(features: int, length: int = 96) -> tuple[int, ...]:
     return (2, length, 8, features)
 
 
-# Shapes of q and k, dtype, options, what is taken on a GPU, and a part of the reason.
-ON_GPU: list[tuple[tuple[int, ...], tuple[int, ...], str, dict[str, Any], str, str]] = [
-    (SHORT, SHORT, "bfloat16", {}, "cudnn", "fused kernel"),
-    (LONG, LONG, "float16", {"is_causal": True}, "cudnn", "fused kernel"),
-    (SHORT, (2, 78, 2, 64), "bfloat16", {"is_causal": True}, "cudnn", "fused"),
-    (SHORT, (2, 77, 2, 64), "bfloat16", {}, "plain", "Unsupported sequence length Q 96, KV 77"),
-    (shaped(128), shaped(128), "bfloat16", {"scaled": True}, "cudnn", "fused"),
-    (SHORT, SHORT, "float16", {"scaled": True}, "plain", "may exceed the range of float16"),
-    (SHORT, SHORT, "float32", {}, "plain", "float16 and bfloat16, not float32"),
-    (LONG, LONG, "float32", {}, "chunked", "1,024 x 1,024 weights .* not float32"),
-    (SHORT, SHORT, "bfloat16", {"mask": True}, "plain", "it supports no mask"),
-    (LONG, LONG, "bfloat16", {"mask": True}, "chunked", "it supports no mask"),
-    (LONG, LONG, "bfloat16", {"is_causal": True, "local_window_size": 8}, "cudnn", "a fused"),
-    (LONG, LONG, "bfloat16", {"segment_ids": True}, "cudnn", "a fused"),
-    (LONG, LONG, "bfloat16", {"local_window_size": 8}, "chunked", "only if is_causal"),
-    (LONG, LONG, "bfloat16", {"dropout_rate": 0.1}, "plain", "dropout needs all weights"),
-    (shaped(12), shaped(12), "bfloat16", {}, "plain", "multiple of 8 up to 128, not 12"),
-    (shaped(136), shaped(136), "float16", {}, "plain", "up to 128, not 136"),
-    (shaped(64, 0), SHORT, "bfloat16", {}, "plain", "an operand is empty"),
-    (LONG, LONG, "bfloat16", {"implementation": "plain"}, "plain", "requested"),
-    (SHORT, SHORT, "bfloat16", {"implementation": None}, "cudnn", "fused"),
-    (SHORT, SHORT, "bfloat16", {"implementation": "chunked"}, "chunked", "requested"),
+# Machines by name.
+MACHINES: dict[str, Callable[[], Any]] = {
+    "gpu": gpu,
+    "old gpu": lambda: gpu("7.5"),
+    "rocm": lambda: gpu(platform_version="rocm 70000"),
+    "cpu": nullcontext,
+    "tpu": lambda: tracing(target="tpu"),
+}
+FEW, SOME = (1, 127, 2, 8), (1, 128, 2, 8)
+# Machine, shapes of q and k, dtype, options, what is taken, and a part of the reason.
+PATHS: list[tuple[str, tuple[int, ...], tuple[int, ...], str, dict[str, Any], str, str]] = [
+    ("gpu", SHORT, SHORT, "bfloat16", {}, "cudnn", "fused kernel"),
+    ("gpu", LONG, LONG, "float16", {"is_causal": True}, "cudnn", "fused kernel"),
+    ("gpu", SHORT, (2, 78, 2, 64), "bfloat16", {"is_causal": True}, "cudnn", "fused"),
+    ("gpu", SHORT, (2, 77, 2, 64), "bfloat16", {}, "plain", "sequence length Q 96, KV 77"),
+    ("gpu", shaped(128), shaped(128), "bfloat16", {"scaled": True}, "cudnn", "fused"),
+    ("gpu", SHORT, SHORT, "float16", {"scaled": True}, "plain", "may exceed the range of float16"),
+    ("gpu", SHORT, SHORT, "float32", {}, "plain", "float16 and bfloat16, not float32"),
+    ("gpu", LONG, LONG, "float32", {}, "chunked", "1,024 x 1,024 weights .* not float32"),
+    ("gpu", SHORT, SHORT, "bfloat16", {"mask": True}, "plain", "it supports no mask"),
+    ("gpu", LONG, LONG, "bfloat16", {"mask": True}, "chunked", "it supports no mask"),
+    ("gpu", LONG, LONG, "bfloat16", {"is_causal": True, "local_window_size": 8}, "cudnn", "fused"),
+    ("gpu", LONG, LONG, "bfloat16", {"segment_ids": True}, "cudnn", "a fused"),
+    ("gpu", LONG, LONG, "bfloat16", {"local_window_size": 8}, "chunked", "only if is_causal"),
+    ("gpu", LONG, LONG, "bfloat16", {"dropout_rate": 0.1}, "plain", "dropout needs all weights"),
+    ("gpu", shaped(12), shaped(12), "bfloat16", {}, "plain", "multiple of 8 up to 128, not 12"),
+    ("gpu", shaped(136), shaped(136), "float16", {}, "plain", "up to 128, not 136"),
+    ("gpu", shaped(64, 0), SHORT, "bfloat16", {}, "plain", "an operand is empty"),
+    ("gpu", LONG, LONG, "bfloat16", {"implementation": "plain"}, "plain", "requested"),
+    ("gpu", SHORT, SHORT, "bfloat16", {"implementation": None}, "cudnn", "fused"),
+    ("gpu", SHORT, SHORT, "bfloat16", {"implementation": "chunked"}, "chunked", "requested"),
+    ("old gpu", LONG, LONG, "bfloat16", {}, "chunked", "compute capability 7.5"),
+    ("old gpu", SHORT, SHORT, "bfloat16", {}, "plain", "compute capability 7.5"),
+    ("rocm", SHORT, SHORT, "bfloat16", {}, "plain", "gpu, not an NVIDIA GPU"),
+    ("cpu", SOME, SOME, "bfloat16", {}, "chunked", "default backend is cpu, not an NVIDIA GPU"),
+    ("cpu", FEW, FEW, "bfloat16", {}, "plain", "weights per head are few"),
+    ("cpu", LONG, LONG, "bfloat16", {"mask": True, "is_causal": True}, "chunked", "an NVIDIA GPU"),
+    ("cpu", LONG, LONG, "bfloat16", {"dropout_rate": 0.5}, "plain", "dropout"),
+    ("tpu", LONG, LONG, "bfloat16", {}, "splash", "a fused kernel"),
+    ("tpu", LONG, LONG, "bfloat16", {"is_causal": True}, "splash", "a fused kernel"),
+    ("tpu", LONG, LONG, "float16", {}, "chunked", "it supports bfloat16, not float16"),
+    ("tpu", (2, 200, 8, 64), LONG, "bfloat16", {}, "plain", "multiples of 128, not 200 and 1024"),
+    ("tpu", LONG, LONG, "bfloat16", {"mask": True}, "chunked", "it supports no mask"),
+    ("tpu", LONG, LONG, "bfloat16", {"dropout_rate": 0.1}, "plain", "not support dropout"),
 ]
 
 
-def test_on_an_nvidia_gpu() -> None:
-    with gpu():
-        for q, k, dtype, options, taken, reason in ON_GPU:
+def test_paths() -> None:
+    for machine, q, k, dtype, options, taken, reason in PATHS:
+        with entry((machine, q, k, dtype, options)), MACHINES[machine]():
             path = attention_path(q, k, dtype, **options)
-            assert path.implementation == taken, (q, k, dtype, options)
+            assert path.implementation == taken
             assert re.search(reason, path.reason), path.reason
-
-
-ELSEWHERE: list[tuple[Callable[[], Any], tuple[int, ...], dict[str, Any], str, str]] = [
-    (lambda: gpu("7.5"), LONG, {}, "chunked", "compute capability 7.5"),
-    (lambda: gpu("7.5"), SHORT, {}, "plain", "compute capability 7.5"),
-    (lambda: gpu(platform_version="rocm 70000"), SHORT, {}, "plain", "gpu, not an NVIDIA GPU"),
-    (nullcontext, (1, 128, 2, 8), {}, "chunked", "default backend is cpu, not an NVIDIA GPU"),
-    (nullcontext, (1, 127, 2, 8), {}, "plain", "weights per head are few"),
-    (nullcontext, (1, 256, 2, 8), {"mask": True, "is_causal": True}, "chunked", "an NVIDIA GPU"),
-    (nullcontext, (1, 4096, 2, 8), {"dropout_rate": 0.5}, "plain", "dropout"),
-]
-
-
-def test_on_other_machines() -> None:
-    for machine, shape, options, taken, reason in ELSEWHERE:
-        with machine():
-            path = attention_path(shape, shape, "bfloat16", **options)
-        assert path.implementation == taken
-        assert reason in path.reason
-
-
-# Options on a TPU, for queries of a shape, and why the kernel is not taken.
-ON_TPU: list[tuple[tuple[int, ...], dict[str, Any], str | None]] = [
-    (LONG, {}, None),
-    (LONG, {"is_causal": True}, None),
-    (LONG, {"dtype": "float16"}, "it supports bfloat16, not float16"),
-    ((2, 200, 8, 64), {}, "lengths must be multiples of 128, not 200 and 1024"),
-    (LONG, {"mask": True}, "it supports no mask"),
-    (LONG, {"dropout_rate": 0.1}, "not support dropout"),
-]
-
-
-def test_on_a_tpu() -> None:
-    for q, options, reason in ON_TPU:
-        options = {"dtype": "bfloat16", **options}
-        with tracing(target="tpu"):
-            path = attention_path(q, LONG, **options)
-            assert (path.implementation == "splash") == (reason is None)
-            assert (reason or "a fused kernel") in path.reason
-            if reason is not None:
+            if machine == "tpu" and taken != "splash":
                 with pytest.raises(ValueError, match=f"'splash' does not support .*{reason}"):
-                    attention_path(q, LONG, implementation="splash", **options)
+                    attention_path(q, k, dtype, implementation="splash", **options)
 
 
 def test_several_devices_of_a_tpu_need_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,30 +218,30 @@ def of_one_device() -> Any:
     return with_gradients(interpreted(True), *operands())
 
 
-def test_splash_is_plain_attention() -> None:
-    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True, scale=0.25)
-    args = operands()
-    wide = [x.astype(jnp.float32) for x in args]
-    assert_close(of_one_device(), with_gradients(plain, *wide))
+IDS = jnp.repeat(jnp.arange(4), 32)[None] + jnp.asarray([[0], [1]])
+WINDOW = {"local_window_size": (20, 0), "mask": (IDS[:, :, None] == IDS[:, None])[:, None]}
+
+
+@pytest.mark.parametrize(
+    ("ours", "shape", "options"),
+    [
+        ((True,), (), {}),
+        slow((True, 20, IDS), (), WINDOW),
+        slow((False,), (1, 256), {}),  # one head of keys
+    ],
+    ids=["causal", "window and segments", "one head"],
+)
+def test_splash_is_plain_attention(ours: Any, shape: Any, options: Any) -> None:
+    plain = functools.partial(
+        jax.nn.dot_product_attention, is_causal=ours[0], scale=0.25, **options
+    )
+    args = operands(*shape)
+    expected = with_gradients(plain, *(x.astype(jnp.float32) for x in args))
+    assert_close(with_gradients(interpreted(*ours), *args), expected)
 
 
 @pytest.mark.slow
-def test_splash_with_a_window_and_segments() -> None:
-    ids = jnp.repeat(jnp.arange(4), 32)[None] + jnp.asarray([[0], [1]])
-    mask = (ids[:, :, None] == ids[:, None])[:, None]
-    options: Any = {"is_causal": True, "local_window_size": (20, 0), "scale": 0.25}
-    wide = [x.astype(jnp.float32) for x in operands()]
-    plain = functools.partial(jax.nn.dot_product_attention, mask=mask, **options)
-    found = with_gradients(interpreted(True, 20, ids), *operands())
-    assert_close(found, with_gradients(plain, *wide))
-
-
-@pytest.mark.slow
-def test_splash_of_one_head_and_under_vmap() -> None:
-    plain = functools.partial(jax.nn.dot_product_attention, scale=0.25)
-    args = operands(1, 256)
-    wide = [x.astype(jnp.float32) for x in args]
-    assert_close(with_gradients(interpreted(False), *args), with_gradients(plain, *wide))
+def test_splash_under_vmap() -> None:
     q, k, v = operands()
     found = jax.jit(jax.vmap(interpreted(True), (0, None, None)))(jnp.stack([q, 2 * q]), k, v)
     assert_close([found[0]], of_one_device()[:1])

@@ -9,7 +9,6 @@ import numpy as np
 
 from tests.batching import compute, entry
 from unitscale import ops, rules
-from unitscale.core import ScaledArray
 from unitscale.quant import MatmulConfig
 
 from .conformance import (
@@ -211,22 +210,6 @@ SCALED = [
 ]
 POOL_SCALES = {f: pools(f, (2, 3, 4, 3), (2, 2)) for f in POOLS}
 test_scales_of_pools = under_scales([(s,) for s in SCALED], POOL_SCALES)
-
-
-def test_scale_and_dtype() -> None:
-    x, w = np.ones((2, 5, 3), np.float16), np.ones((3, 3, 4), np.float32)
-    pooled = {name: functools.partial(op, window_shape=(2,)) for name, (op, _) in POOLS.items()}
-    bias = ScaledArray(np.ones(4, np.float32), 8.0)
-    table = {name: (op, ScaledArray(x, 4.0)) for name, op in pooled.items()}
-    table["conv"] = ops.conv, ScaledArray(x, 4.0), ScaledArray(w, 0.5), bias
-    found = compute(table)
-    assert (found["conv"].scale, found["conv"].dtype) == (2, jnp.float16)
-    for y in (found["avg"], found["max"]):
-        assert (y.scale, y.dtype, y.shape) == (4, jnp.float16, (2, 4, 3))
-    each = ScaledArray(x, np.float32([1, 2, 3]))
-    for op in (lambda x: ops.conv(x, w), *pooled.values()):
-        assert jax.eval_shape(op, each).dtype == jnp.float16
-        assert jax.eval_shape(op, x.astype(jnp.float8_e4m3fn)).dtype == jnp.bfloat16
 
 
 def test_integers_as_padding_and_steps() -> None:

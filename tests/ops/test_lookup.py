@@ -14,13 +14,7 @@ from tests.parallel.devices import explicit_mesh
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import (
-    in_every_dtype,
-    linear,
-    normal,
-    pulled,
-    under_scales,
-)
+from .conformance import in_every_dtype, linear, normal, pulled, under_scales
 
 IDS = np.array([[0, 3, 3], [4, 0, 3]])
 POSITIONS = np.array([0, 1, 700])
@@ -62,26 +56,6 @@ SCALED = [2.0**12, 2.0**-12, np.float32([[8]]), np.float32([1, 4]), ROWS]
 test_scales = under_scales([(s,) for s in SCALED], {"embed": CASES["embed"]})
 SCALED = [2.0**12, np.float32([[[1]], [[2]], [[4]]]), np.float32([1, 2, 8, 0.5])]
 test_scales_of_rotary = under_scales([(s,) for s in SCALED], {"rotary": CASES["rotary"]})
-
-
-def test_scale_and_dtype_of_the_output() -> None:
-    table, ids = np.arange(6, dtype=np.float32).reshape(3, 2), np.array([2, 0])
-    x, byte = np.ones((3, 2, 4), np.float16), np.ones((5, 2), jnp.float8_e4m3fn)
-    columns, rows, turned, (y, (grad,)) = compute(
-        {
-            "columns": (ops.embed, ids, ScaledArray(table, np.float32([[2, 8]]))),
-            "rows": (ops.embed, ids, ScaledArray(table, np.float32([[1], [2], [8]]))),
-            "turned": (rotary, ScaledArray(x, 8.0)),
-            "byte": (functools.partial(pulled, embed, cotangent=1e3), byte),
-        }
-    ).values()
-    np.testing.assert_array_equal(columns.value, [[8, 40], [0, 8]])
-    np.testing.assert_array_equal(rows.scale, [[8], [1]])
-    assert (turned.scale, turned.dtype, y.dtype) == (8, jnp.float16, jnp.bfloat16)
-    np.testing.assert_array_equal(np.float32(grad)[:, 0], [448, 0, 0, 448, 448])
-    each = ScaledArray(x, np.float32([1, 2, 4, 8]))
-    assert jax.eval_shape(rotary, each).dtype == jnp.float16
-    assert jax.eval_shape(rotary, x.astype(jnp.float8_e5m2)).dtype == jnp.bfloat16
 
 
 def test_rows_are_summed_wide() -> None:

@@ -2,31 +2,26 @@
 
 import functools
 import itertools
+import math
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from recipes.bench.wire import collectives
 from tests.batching import compute, entry
-from tests.parallel.devices import mesh_of, relative_error
-from unitscale import batch_over, ops
+from tests.parallel.devices import explicit_mesh, mesh_of, relative_error
+from unitscale import ops
 from unitscale.core import ScaledArray
 from unitscale.ops._loss import in_one_pass, in_two_passes
 from unitscale.quant import Block, Delayed, Dynamic, MatmulConfig, QuantState, Static
 
-from .conformance import (
-    assert_close,
-    case,
-    check_all,
-    in_every_dtype,
-    normal,
-    pulled,
-    under_scales,
-)
+from .conformance import assert_close, case, check_all, in_every_dtype, normal, pulled, under_scales
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 BATCH, IN, VOCAB, TOKENS = (2, 3), 6, 5, 6
@@ -141,18 +136,23 @@ CONFIGS = {
     "delayed": MatmulConfig(cotangent="float8_e5m2", strategy=Delayed()),
     "block": MatmulConfig(strategy=Block(4)),
 }
-# Dtype, tied, tokens of a chunk.
-HOW = ("float32", True, 4), ("bfloat16", False, 3), ("float16", True, None)
-POLICIES = [("delayed", *HOW[0]), ("unit, e5m2", *HOW[1]), ("plain", *HOW[2])]
+# Config, dtype, tied, tokens of a chunk.
+OFTEN = [
+    ("delayed", "float32", True, 4),
+    ("unit, e5m2", "bfloat16", False, 3),
+    ("plain", "float16", True, None),
+]
 RARELY = [
-    *(("plain", *how) for how in HOW[:2]),
-    *(("delayed", *how) for how in HOW[1:]),
-    *(("unit, e5m2", *how) for how in HOW[::2]),
-    ("unit", *HOW[0]),
-    ("dynamic", *HOW[1]),
-    ("channel", *HOW[2]),
-    ("static", *HOW[0]),
-    ("block", *HOW[1]),
+    ("plain", "float32", True, 4),
+    ("plain", "bfloat16", False, 3),
+    ("delayed", "bfloat16", False, 3),
+    ("delayed", "float16", True, None),
+    ("unit, e5m2", "float32", True, 4),
+    ("unit", "float32", True, 4),
+    ("dynamic", "bfloat16", False, 3),
+    ("channel", "float16", True, None),
+    ("static", "float32", True, 4),
+    ("block", "bfloat16", False, 3),
 ]
 
 
@@ -185,7 +185,7 @@ def undithered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("undithered")
-@pytest.mark.parametrize("rows", [POLICIES, slow(RARELY)], ids=["often", "rarely"])
+@pytest.mark.parametrize("rows", [OFTEN, slow(RARELY)], ids=["often", "rarely"])
 def test_every_policy_is_that_of_the_two_ops(rows) -> None:
     programs = {row: both(*row) for row in rows}
     for row, (one, two) in compute(programs).items():
@@ -361,31 +361,6 @@ def test_padding_has_no_probability_and_no_gradient(tied: bool, chunk: int | Non
     np.testing.assert_array_equal(turned(own)[:, VOCAB:], 0)
 
 
-@pytest.mark.parametrize("checked", [True, slow(False)])
-def test_over_devices(checked: bool) -> None:
-    """The mean of the devices' gradients is the gradient of the batch."""
-    x, kernel = (np.float32(a) for a in normal("devices", (8, 3, IN), (VOCAB, IN)))
-    labels, where = np.arange(24).reshape(8, 3) % VOCAB, np.arange(24).reshape(8, 3) % 3 < 2
-
-    def own(x, kernel, labels, where):
-        how = {"where": where, "transposed": True, "chunk_size": 2}
-        return ops.readout_cross_entropy(x, kernel, labels, **how)
-
-    def local(*args):
-        if checked:
-            return jax.grad(lambda *args: lax.pmean(own(*args), "data"), (0, 1))(*args)
-        with batch_over("data"):
-            dx, dkernel = jax.grad(own, (0, 1))(*args)
-        return dx / 4, lax.pmean(dkernel, "data")
-
-    each = P("data")
-    specs = {"in_specs": (each, P(), each, each), "out_specs": (each, P())}
-    mapped = jax.shard_map(local, mesh=mesh_of(data=4), check_vma=checked, **specs)
-    whole = jax.jit(jax.grad(own, (0, 1)))(x, kernel, labels, where)
-    for ours, expected in zip(jax.jit(mapped)(x, kernel, labels, where), whole, strict=True):
-        assert relative_error(ours, expected) < 2**-20
-
-
 @pytest.mark.parametrize("axes", [slow({"data": 4}), {"data": 2, "tensor": 2}], ids=str)
 def test_divided_by_the_compiler(axes: dict[str, int]) -> None:
     """With batch and classes sharded by the compiler, results equal those of one device."""
@@ -456,3 +431,142 @@ def test_the_normalizer_of_one_pass_is_that_of_two() -> None:
         eps = np.finfo(np.float32).eps
         atol = 4 * rows[i].shape[1] * eps
         np.testing.assert_allclose(one.log_total, two.log_total, rtol=eps, atol=atol)
+
+
+# Memory of logits in chunks, and sums that devices keep until the end.
+
+WIDTH, CLASSES, CHUNK, DELAYED = 8, 4096, 32, Delayed()
+MOST_LOGITS = "unitscale.ops._readout_cross_entropy.MOST_LOGITS"
+entropy = functools.partial(ops.readout_cross_entropy, transposed=True)
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def compiled(tokens: int, chunk: int | None, config: MatmulConfig | None = None) -> Any:
+    f = functools.partial(entropy, chunk_size=chunk, config=config)
+    shapes = (
+        jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((CLASSES, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+    )
+    return jax.jit(jax.value_and_grad(f, (0, 1))).lower(*shapes).compile()
+
+
+def largest(program: Any) -> int:
+    """Return the size of the largest array in an optimized program."""
+    shapes = re.findall(r"\b(?:f|bf|s|u|pred)\d*\w*\[([\d,]+)\]", program.as_text())
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("config", [None, slow(MatmulConfig())], ids=["float32", "fp8"])
+def test_memory_does_not_grow_with_the_logits(config: MatmulConfig | None) -> None:
+    few, many = (compiled(n * CHUNK, CHUNK, config) for n in (4, 64))
+    bytes_of = [program.memory_analysis().temp_size_in_bytes for program in (few, many)]
+    # What does grow is what there is of each token: x, dx and a number or two, in chunks and not.
+    own = 60 * CHUNK * (4 * WIDTH + 4) * 4
+    assert bytes_of[1] <= bytes_of[0] + own
+    assert own < 60 * CHUNK * CLASSES  # a byte of each logit
+    assert largest(many) < CHUNK * CLASSES * 2
+    whole = compiled(64 * CHUNK, 64 * CHUNK, config)
+    assert largest(whole) >= 64 * CHUNK * CLASSES
+    assert whole.memory_analysis().temp_size_in_bytes > 10 * bytes_of[1]
+
+
+@pytest.mark.usefixtures("optimized")
+def test_large_logits_are_cut_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 64 * CLASSES
+    monkeypatch.setattr(MOST_LOGITS, limit)
+    assert largest(compiled(1024, None)) == limit
+
+
+@pytest.mark.parametrize(
+    ("explicit", "spec", "count"),
+    # Axes that are left to the compiler say no more than what they are called.
+    [slow(False, P("data"), 2), (True, P("data", "context"), 4)],
+    ids=str,
+)
+def test_every_device_has_as_many_logits_as_one_would(
+    monkeypatch: pytest.MonkeyPatch, explicit: bool, spec: P, count: int
+) -> None:
+    """Chunks are fewer on several devices, because each adds to a sum over all devices."""
+    monkeypatch.setattr(MOST_LOGITS, 8 * CLASSES)
+    x, table, labels = jnp.ones((8, 8, WIDTH)), jnp.ones((CLASSES, WIDTH)), jnp.zeros((8, 8), int)
+    grad = jax.grad(functools.partial(entropy, labels=labels), argnums=(0, 1))
+
+    def chunks(*args: Any) -> int:
+        # Functions are traced once; a new one each time.
+        text = str(jax.make_jaxpr(lambda *args: grad(*args))(*args))
+        return 1 + int((re.findall(r"length=(\d+)", text) or ["0"])[0])
+
+    assert chunks(x, table) == 8
+    mesh = (explicit_mesh if explicit else mesh_of)(data=2, context=2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, spec)), jax.device_put(table, P())
+        assert chunks(*placed) == count
+        found = jax.jit(grad)(*placed)
+    for a, e in zip(found, jax.jit(grad)(x, table), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("config", "reduction", "axes", "spec"),
+    [
+        slow(None, "mean", {"data": 4}, P("data")),
+        (None, "none", {"context": 8}, P()),  # which does not divide 6 tokens
+        slow(
+            MatmulConfig(cotangent="e5m2"), "none", {"fsdp": 2, "context": 2}, P("fsdp", "context")
+        ),
+        (MatmulConfig(strategy=DELAYED), "mean", {"data": 2, "context": 2}, P("data")),
+        (None, "mean", {"fsdp": 4}, P("fsdp")),  # which divides classes
+    ],
+    ids=str,
+)
+def test_chunks_of_every_device_give_what_one_device_gives(
+    config: MatmulConfig | None, reduction: Any, axes: dict[str, int], spec: P
+) -> None:
+    """Devices keep their sums, and the amax of delayed scaling, until the end."""
+    is_delayed = config is not None and config.strategy == DELAYED
+    state = QuantState.create(DELAYED) if is_delayed else None
+    rng = np.random.default_rng(0)
+    classes = 96 if axes == {"fsdp": 4} else 64
+    x, table = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 6, 16), (classes, 16)))
+    labels = rng.integers(0, classes, (8, 6))
+
+    @jax.jit
+    def gradients(x: Any, table: Any, state: Any) -> Any:
+        def loss(x: Any, table: Any, state: Any) -> jax.Array:
+            how: dict[str, Any] = {"config": config, "state": state, "reduction": reduction}
+            losses = entropy(x, table, labels, chunk_size=16, **how)
+            return jnp.sum(losses * jnp.arange(1.0, 7.0) if reduction == "none" else losses)
+
+        value, (*grads, seen) = jax.value_and_grad(loss, argnums=(0, 1, 2))(x, table, state)
+        return value, grads, None if state is None else state.advance(seen)
+
+    expected = gradients(x, table, state)
+    mesh = mesh_of(**axes)
+    with jax.set_mesh(mesh):
+        found = gradients(jax.device_put(x, NamedSharding(mesh, spec)), table, state)
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        most = np.max(np.abs(e), where=np.isfinite(e), initial=0)
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-4 * most)
+
+
+@pytest.mark.usefixtures("optimized")
+def test_devices_are_added_once() -> None:
+    """The loop's body has no sum over devices."""
+    mesh = mesh_of(data=4)
+    x, labels = jnp.ones((8, 6, WIDTH)), jnp.zeros((8, 6), int)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x, NamedSharding(mesh, P("data")))
+        grad = jax.jit(jax.grad(functools.partial(entropy, labels=labels, chunk_size=16), (0, 1)))
+        compiled = grad.lower(rows, jnp.ones((64, WIDTH))).compile()
+    assert "all-reduce" in {c.kind for c in collectives(compiled)}
+    parts = compiled.as_text().split("\n\n")
+    assert any("while(" in part for part in parts)
+    assert not any("all-reduce(" in part for part in parts if "ENTRY" not in part)

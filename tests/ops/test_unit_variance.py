@@ -73,6 +73,8 @@ def heads(x, w, b):
 
 
 KEY, LOOKED_UP = jax.random.key(3), np.random.default_rng(0).integers(0, 64, (8, 32))
+# Groups of different sizes, one of them empty.
+GROUPS = ops.Groups(jnp.array([12, 0, 3, 21, 8, 16]), rows=60, groups=6)
 FIRST, LAST = (True, False, False, False), (False, True, True)
 # op, shapes, options of assert_unit
 TABLE: dict[str, tuple[Callable[..., Any], Sequence[tuple[int, ...]], dict[str, Any]]] = {
@@ -83,6 +85,12 @@ TABLE: dict[str, tuple[Callable[..., Any], Sequence[tuple[int, ...]], dict[str, 
     # The input gradient has the factor of the forward pass.
     "lora": (ops.lora, [(32, 64), (64, 16), (16, 48)], {"unit": (True, False, True, True)}),
     "einsum": (heads, [(4, 16, 64), (64, 8, 8), (8, 8)], {}),
+    "grouped": (functools.partial(ops.grouped_dense, groups=GROUPS), [(60, 16), (6, 16, 16)], {}),
+    "max_pool": (
+        centred(functools.partial(ops.max_pool, window_shape=(3,), strides=(2,))),
+        [(8, 65, 8)],
+        {"bias": 2 / 65},
+    ),
     "embed": (functools.partial(ops.embed, LOOKED_UP), [(64, 16)], {"unit": LAST}),
     "rotary": (functools.partial(ops.rotary, positions=np.arange(8)), [(8, 4, 16)], {}),
     # Each of the two borders misses 2 of 3 taps at one pixel and 1 at the next.
@@ -130,13 +138,15 @@ for step, size, bias in ((1, 64, 2 / 64), (2, 64, 0), (3, 60, 0)):
     pool = free(ops.avg_pool, window_shape=(2, 2), strides=(step, step))
     TABLE[f"avg_pool by {step}"] = pool, [(size, size, 2)], {"bias": bias}
 # At this width the logits of attention are normal up to terms of order 1 / d.
-for causal in (False, True):
-    attend = free(ops.dot_product_attention, is_causal=causal)
-    TABLE[f"attention, causal {causal}"] = attend, [(1, 16, 2, 64)] * 3, {"bias": 2 / 64}
+for causal, mult, dim in ((False, 1.0, 64), (True, 1.0, 64), (False, 8.0, 256), (True, 8.0, 256)):
+    attend = free(ops.dot_product_attention, is_causal=causal, mult=mult)
+    name, bias = f"attention, causal {causal}, mult {mult}", (1 + mult**2 / dim**0.5) * 2 / dim
+    TABLE[name] = attend, [(1, 24, 2, dim)] * 3, {"bias": bias}
 
 
 OFTEN = {"dense", "einsum", "embed", "conv", "add", "softmax", "silu_glu", "layer_norm"}
-OFTEN |= {"attention, causal True", "conv_transpose of 3 by 2", "avg_pool by 3"}
+OFTEN |= {"grouped", "max_pool", "attention, causal True, mult 8.0", "avg_pool by 3"}
+OFTEN |= {"conv_transpose of 3 by 2"}
 
 
 @pytest.mark.parametrize(
@@ -165,118 +175,66 @@ def test_functions_made_ops(f: Any, shapes: Any, unit: Any) -> None:
     assert_unit(op, *shapes, unit=unit, seeds=64)
 
 
-RNG = np.random.default_rng(0)
-
-
 def drawn(*shape: int) -> jax.Array:
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+    return jnp.asarray(normal("drawn", shape)[0], jnp.float32)
 
 
-FEW, MANY = drawn(3, 8), drawn(96, 8)
-WIDE, FINE = drawn(2, 4, 4, 4), drawn(2, 12, 12, 4)
-IDS, MORE = jnp.arange(3) % 16, jnp.arange(96) % 16
-COUNTS = jnp.arange(96) % 5 > 0
+ITEMS = 96
+FEW, MANY = drawn(3, 8), drawn(ITEMS, 8)
+IDS = jnp.arange(ITEMS) % 16
 
 
-def of(y: Any) -> jax.Array:
-    """Return a loss whose gradients do not cancel when they are summed over items."""
-    y = to_array(y)
-    return jnp.sum(jnp.sin(y + jnp.arange(y.size).reshape(y.shape) / y.size))
+def entropy(x: Any, w: Any) -> Any:
+    labels = IDS[: len(x)]
+    return ops.softmax_cross_entropy(ops.dense(x, w), labels, where=labels > 0)
 
 
-def twice(f: Callable[..., Any], first: Any, second: Any) -> Callable[..., Any]:
-    """Check that gradients are proportional, with any constants."""
-    return lambda w: 30 * of(f(first, w)) + of(f(second, w))
+def chunked(x: Any, w: Any) -> Any:
+    labels = IDS[: len(x)]
+    return ops.readout_cross_entropy(x, w, labels, where=labels > 0, chunk_size=2)
 
 
-def losses(loss: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda w: loss(FEW, w, IDS) + loss(MANY, w, MORE, where=COUNTS)
+def squares(x: Any, w: Any) -> Any:
+    return ops.mse_loss(ops.dense(x, w), jnp.ones((len(x), 16)))
 
 
-def plain_dense(x: Any, w: Any) -> Any:
-    return x @ w / 8**0.5
-
-
-def plain_norm(x: Any, w: Any) -> Any:
-    x = x - x.mean(-1, keepdims=True)
-    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * w
-
-
-def plain_conv(x: Any, w: Any) -> Any:
-    numbers = ("NHWC", "HWIO", "NHWC")
-    y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
-    return y / 36**0.5
-
-
-def plain_loss(z: Any, labels: Any, where: Any = None) -> Any:
-    rows = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]
-    return jnp.mean(rows, where=where)
-
-
-def squares(f: Callable[..., Any], loss: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda w: sum(loss(f(x, w), jnp.ones((len(x), 16))) for x in (FEW, MANY))
-
-
-def entropy(x: Any, w: Any, *args: Any, **options: Any) -> Any:
-    return ops.softmax_cross_entropy(ops.dense(x, w), *args, **options)
-
-
-# Functions of a weight: op, the same in plain JAX, two inputs, and the shape of the weight.
-LAYERS: dict[str, tuple[Any, Any, Any, Any, tuple[int, ...]]] = {
-    "dense": (ops.dense, plain_dense, FEW, MANY, (8, 16)),
-    "einsum": (lambda x, w: ops.einsum("bi,io->bo", x, w), plain_dense, FEW, MANY, (8, 16)),
-    "embedding": (ops.embed, lambda ids, w: w[ids], IDS, MORE, (16, 8)),
-    "norm": (ops.layer_norm, plain_norm, FEW, MANY, (8,)),
-    "convolution": (ops.conv, plain_conv, WIDE, FINE, (3, 3, 4, 5)),
-    "bias": (
-        lambda x, b: ops.dense(x, jnp.eye(8), b),
-        lambda x, b: x / 8**0.5 + b,
-        FEW,
-        MANY,
-        (8,),
+ROOT = (3 / ITEMS) ** 0.5
+# Functions of a weight, its shape, and two inputs with the expected ratios of their gradients.
+LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, tuple[float, float]]] = {
+    "dense": (ops.dense, (8, 16), (FEW, MANY), (ROOT, 1)),
+    "einsum": (functools.partial(ops.einsum, "bi,io->bo"), (8, 16), (FEW, MANY), (ROOT, 1)),
+    "embedding": (ops.embed, (16, 8), (IDS[:3], IDS), (ROOT, 1)),
+    "norm": (ops.layer_norm, (8,), (FEW, MANY), (ROOT, 1)),
+    "bias": (lambda x, b: ops.dense(x, jnp.eye(8), b), (8,), (FEW, MANY), (ROOT, 1)),
+    "conv": (
+        ops.conv,
+        (3, 3, 4, 5),
+        (drawn(2, 4, 4, 4), drawn(2, 12, 12, 4)),
+        ((32 / ITEMS) ** 0.5, (288 / ITEMS) ** 0.5),
     ),
+    # Losses omit the 1 / N of their mean: of 2 and 90 items that count, or of all elements.
+    "cross entropy": (entropy, (8, 16), (FEW, MANY), (ROOT * ITEMS / 2, ITEMS / 90)),
+    "readout": (chunked, (8, 16), (FEW, MANY), (ROOT * ITEMS / 2, ITEMS / 90)),
+    "mean square": (squares, (8, 16), (FEW, MANY), (ROOT * ITEMS / 48, ITEMS / 1536)),
 }
-PROGRAMS = {
-    name: (twice(op, few, many), twice(plain, few, many), drawn(*shape))
-    for name, (op, plain, few, many, shape) in LAYERS.items()
-}
-PROGRAMS["losses"] = (
-    losses(entropy),
-    losses(lambda x, w, *a, **k: plain_loss(plain_dense(x, w), *a, **k)),
-    drawn(8, 16),
-)
-PROGRAMS["losses of a readout"] = (
-    losses(ops.readout_cross_entropy),
-    losses(lambda x, w, *a, **k: plain_loss(x @ w / 8, *a, **k)),
-    drawn(8, 16),
-)
-PROGRAMS["mean squares"] = (
-    squares(ops.dense, ops.mse_loss),
-    squares(plain_dense, lambda y, t: jnp.mean((y - t) ** 2)),
-    drawn(8, 16),
-)
-RARELY = {"einsum", "convolution", "bias", "losses", "mean squares"}
 
 
-def cosine(a: Any, b: Any) -> float:
-    a, b = np.ravel(a), np.ravel(b)
-    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+def test_inside_batch_size_gradients_of_several_calls_have_one_constant() -> None:
+    """The constant of a call with so many items; without it, that of the number of items."""
 
+    def run(op: Any, inputs: Any, w: jax.Array) -> Any:
+        def results() -> Any:
+            loss = lambda w, x: jnp.sum(jnp.sin(to_array(op(x, w))))  # noqa: E731
+            return [jax.value_and_grad(loss)(w, x) for x in inputs]
 
-@pytest.mark.parametrize(
-    "names", [RARELY ^ PROGRAMS.keys(), pytest.param(RARELY, marks=pytest.mark.slow)]
-)
-def test_the_gradient_of_weights_in_two_places_has_the_true_direction(names: set[str]) -> None:
-    def run(unit: Any, plain: Any, w: jax.Array) -> Any:
-        with batch_size(96):
-            named = jax.value_and_grad(unit)(w)
-        # Without it, each call has its own constant.
-        return named, jax.value_and_grad(plain)(w), jax.grad(unit)(w)
+        with batch_size(ITEMS):
+            inside = results()
+        return inside, results()
 
-    programs = {name: PROGRAMS[name] for name in sorted(names)}
-    table = {n: (functools.partial(run, *fs), w) for n, (*fs, w) in programs.items()}
-    for name, ((value, grad), (expected, true), apart) in compute(table).items():
-        with entry(name):
-            np.testing.assert_allclose(value, expected, rtol=1e-5)
-            assert cosine(grad, true) > 1 - 1e-6
-            assert cosine(apart, true) < 1 - 1e-4
+    table = {n: (functools.partial(run, op, xs), drawn(*s)) for n, (op, s, xs, _) in LAYERS.items()}
+    for name, (inside, apart) in compute(table).items():
+        ratios = LAYERS[name][-1]
+        for (value, grad), (same, own), ratio in zip(inside, apart, ratios, strict=True):
+            with entry(name):
+                np.testing.assert_allclose(value, same, rtol=1e-6)
+                np.testing.assert_allclose(grad, ratio * np.asarray(own), rtol=1e-5, atol=1e-5)

@@ -1,6 +1,7 @@
 """Collectives in FP8 against means, or gathered arrays, in float64."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -109,40 +110,39 @@ def test_summed_gradients_are_refused() -> None:
     np.testing.assert_allclose(maps[1](w, x), x.mean(0), rtol=2.0**-3)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"])
-def test_reduce_scatter(dtype: str) -> None:
+def test_reduce_scatter() -> None:
     rows = np.random.default_rng(1).normal(size=(4, 8, 12, 4)).astype(np.float32)
+    ways = [*itertools.product(("float8_e4m3fn", "float8_e5m2", "bfloat16", "float32"), (0, 1, -1))]
 
-    def on_axes(g):
-        return {axis: reduce_scatter(g, "data", dtype, axis=axis) for axis in (0, 1, -1)}
+    def in_all(g):
+        return [reduce_scatter(g, "data", dtype, axis=axis) for dtype, axis in ways]
 
-    exact, fmt = rows.astype(np.float64).mean(0), format_of(dtype)
-    # One rounding of the terms: half a step each, below the normal numbers that of the smallest.
-    bound = (fmt.eps / 2 + 1e-6) * np.abs(rows).mean(0)
-    bound += 2 * np.abs(rows).max() / fmt.max * fmt.smallest_subnormal
-    for axis, parts in on_each(on_axes, 4)(rows).items():
-        got = np.concatenate(np.asarray(parts), axis)
+    exact = rows.astype(np.float64).mean(0)
+    for (dtype, axis), parts in zip(ways, on_each(in_all, 4)(rows), strict=True):
+        fmt, got = format_of(dtype), np.concatenate(np.asarray(parts), axis)
         assert got.shape == exact.shape
-        assert (np.abs(got - exact) <= bound).all(), axis
+        # One rounding of the terms: half a step each, below the normal numbers the smallest.
+        bound = (fmt.eps / 2 + 1e-6) * np.abs(rows).mean(0)
+        bound += 2 * np.abs(rows).max() / fmt.max * fmt.smallest_subnormal
+        assert (np.abs(got - exact) <= bound).all(), (dtype, axis)
 
 
 def gathered(rows: Any, dtype: Any = "float8_e4m3fn", **settings: Any) -> Any:
     return on_each(lambda w: all_gather(w, "data", dtype, **settings), 4, P())(rows)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16"])
-def test_all_gather(dtype: str) -> None:
+def test_all_gather() -> None:
     rows = np.random.default_rng(0).normal(size=(4, 3, 6)).astype(np.float32)
     rows[2, 1, 1] = 5.5  # the largest of all
+    ways = [*itertools.product(FORMATS[:4], (0, 1, -1))]
 
-    def on_axes(w):
-        return {axis: all_gather(w, "data", dtype, axis=axis) for axis in (0, 1, -1)}
+    def in_all(w):
+        return [all_gather(w, "data", dtype, axis=axis) for dtype, axis in ways]
 
-    fmt = format_of(dtype)
-    scale = 1.0 if dtype == "bfloat16" else 2.0 ** np.ceil(np.log2(5.5 / fmt.max))
-    for axis, got in on_each(on_axes, 4, P())(rows).items():
-        assert float(got.scale) == scale
-        assert got.dtype == fmt.dtype
+    for (dtype, axis), got in zip(ways, on_each(in_all, 4, P())(rows), strict=True):
+        fmt = format_of(dtype)
+        scale = 1.0 if dtype == "bfloat16" else 2.0 ** np.ceil(np.log2(5.5 / fmt.max))
+        assert (float(got.scale), got.dtype) == (scale, fmt.dtype)
         expected = np.float32(cast(np.concatenate(rows, axis) / scale, dtype)) * scale
         np.testing.assert_array_equal(got.value, expected)
 

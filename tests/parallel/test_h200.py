@@ -26,12 +26,6 @@ def compiled(f: Callable[[jax.Array], jax.Array], dtype: str):
     return compile_h200(mapped, argument)
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_all_reduce_of_jax(dtype: str, size: int) -> None:
-    program = compiled(lambda g: jax.lax.psum(g, "data"), dtype)
-    assert bytes_on_wire(program) == 2 * size * SIZE * PART
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fp8_is_half_of_bfloat16(dtype: str) -> None:
     program = compiled(lambda g: all_reduce(g, "data"), dtype)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from recipes.bench.wire import collectives
-from tests.parallel.devices import mesh_of, relative_error
+from tests.parallel.devices import mesh_of
 from unitscale.core import as_scaled
 from unitscale.parallel import batch_axes, make_mesh, param_shardings, shard_batch
 from unitscale.quant import Block, quantize
@@ -120,33 +119,3 @@ def test_scales_are_cut_as_their_data() -> None:
         assert [x.spec for x in jax.tree.leaves(found)] == [data, scale]
         placed = jax.device_put(scaled, found["w"])
         np.testing.assert_array_equal(placed.value, scaled.value)
-
-
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_block_sums_once_over_the_devices(devices: int) -> None:
-    """Hidden units and matrices are not gathered, neither forward nor backward."""
-    mesh = mesh_of(tensor=devices)
-    whole = jax.sharding.NamedSharding(mesh, P())
-    random = np.random.default_rng(0)
-    shapes = {"up": (64, 256), "gate": (64, 256), "down": (256, 64)}
-    params = {k: random.normal(size=s).astype(np.float32) / 8 for k, s in shapes.items()}
-    x = random.normal(size=(8, 64)).astype(np.float32)
-
-    def block(params, x):
-        return jnp.sin(x @ params["up"]) * (x @ params["gate"]) @ params["down"]
-
-    def gradients(params, x):
-        return jax.grad(lambda *args: jnp.sum(jnp.cos(block(*args))), argnums=(0, 1))(params, x)
-
-    shardings = param_shardings(params, mesh)
-    placed = jax.device_put(params, shardings)
-    # Backward, the sums for the input through `up` and `gate` go together or each on its own.
-    for f, out, counts in ((block, whole, (1,)), (gradients, (shardings, whole), (2, 3))):
-        compiled = jax.jit(f, out_shardings=out).lower(placed, x).compile()
-        kinds = [c.kind for c in collectives(compiled)]
-        assert set(kinds) == {"all-reduce"}
-        assert len(kinds) in counts
-        for got, wanted in zip(
-            *map(jax.tree.leaves, (compiled(placed, x), f(params, x))), strict=True
-        ):
-            assert relative_error(got, wanted) < 1e-5

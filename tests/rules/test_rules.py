@@ -18,7 +18,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from unitscale import rules
 from unitscale.rules import Factors, constrain
-from unitscale.rules._elementwise import compile_time, correlation_kernel
+from unitscale.rules._elementwise import correlation_kernel
 
 FREE = {"constraint": None}
 FORMULAS = [
@@ -156,23 +156,15 @@ def test_factors_of_functions_are_numbers_in_every_transformation() -> None:
     assert inside == [rules.gated_update(0.3)]
 
 
-# By itself each of these calls evaluates a function on arrays.
-EVALUATE = {
-    "elementwise": lambda f: rules.elementwise(f).fwd,
-    "simulate": lambda f: rules.simulate(f, [jnp.zeros(8)], seeds=2).factors.fwd,
-    "correlation_kernel": lambda f: correlation_kernel(f)[1],
-}
-
-
 def test_inside_of_shard_map_over_some_axes() -> None:
     devices = jax.devices()[:4]
     mesh = jax.make_mesh((2, 2), ("data", "expert"), (AxisType.Auto,) * 2, devices=devices)
 
     def numbers() -> list[float]:
-        # Another function in each trace, which nothing remembers.
-        with compile_time():
-            total = float(jnp.sum(jnp.sin(jnp.arange(3.0)) ** 3))
-        return [total, *(e(lambda x: jnp.sin(x) ** 3) for e in EVALUATE.values())]
+        # Another function in each trace, which nothing remembers; each call evaluates it.
+        simulated = rules.simulate(lambda x: jnp.sin(x) ** 3, [jnp.zeros(8)], seeds=2)
+        one = rules.elementwise(lambda x: jnp.sin(x) ** 3)
+        return [one.fwd, simulated.factors.fwd, correlation_kernel(lambda x: jnp.sin(x) ** 3)[1]]
 
     traced = jax.shard_map(
         lambda x: x[:, None] * jnp.asarray(numbers()),
@@ -224,73 +216,32 @@ def test_functions_that_cannot_be_cached() -> None:
     assert rules.elementwise(WithoutWeakReferences()).fwd == pytest.approx(0.5, rel=1e-6)
 
 
-RHO = np.asarray([-0.9, -0.3, 0.0, 0.2, 0.7, 0.95])
-
-
 def test_correlation_kernels() -> None:
-    # Cho and Saul, 2009, order 1, divided by the variance of relu.
-    angle = np.arccos(RHO)
-    expected = (np.sin(angle) + (math.pi - angle) * RHO) / (2 * math.pi)
-    variance = 0.5 - 1 / (2 * math.pi)
-    kernel = correlation_kernel(jax.nn.relu)
-    # The terms beyond the 24th hold 2e-4 of relu's power.
-    found = np.polynomial.polynomial.polyval(RHO, kernel)
-    assert found == pytest.approx(expected / variance, abs=3e-4)
-    assert kernel[0] == pytest.approx(1 / (2 * math.pi) / variance, rel=1e-6)
-    assert kernel.sum() == pytest.approx(0.5 / variance, rel=1e-6)
     x, w = np.polynomial.hermite_e.hermegauss(80)
     w = w / w.sum()
     for f, mult in ((jax.nn.gelu, 1.0), (jax.nn.silu, 2.0), (jnp.tanh, 0.5)):
         y = np.asarray(f(mult * x), np.float64)
-        for rho in RHO:
+        for rho in (-0.9, -0.3, 0.0, 0.2, 0.7, 0.95, 1.0):
             partner = rho * x[:, None] + math.sqrt(1 - rho**2) * x
             both = w @ (y[:, None] * np.asarray(f(mult * partner), np.float64)) @ w
             found = np.polynomial.polynomial.polyval(rho, correlation_kernel(f, mult))
             assert found == pytest.approx(both / (w @ y**2 - (w @ y) ** 2), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("n", "variance"),
-    [
-        # Exact: Jones, "Exact values for the moments of normal order statistics", 1948.
-        (1, 1.0),
-        (2, 1 - 1 / math.pi),
-        (3, 1 + math.sqrt(3) / (2 * math.pi) - 9 / (4 * math.pi)),
-        (10, 0.3443438233),  # Teichroew, 1956, table of products
-    ],
-)
-def test_maximum_of_n(n, variance) -> None:
-    assert rules.max_pool((n,)).fwd == pytest.approx(variance**-0.5, rel=1e-7)
-
-
-def test_maximum_of_many_follows_the_extreme_value_law() -> None:
-    """Compare with moments of the maximum from its distribution Phi^n, integrated on a grid."""
+def test_maxima() -> None:
+    # Moments of the maximum of many from its distribution Phi^n, integrated on a grid.
     x = np.linspace(2, 9, 70001)
     below = np.exp(10**6 * np.log1p([-math.erfc(v / math.sqrt(2)) / 2 for v in x]))
     mass, middle = np.diff(below), (x[1:] + x[:-1]) / 2
-    variance = mass @ (middle - mass @ middle) ** 2
-    assert rules.max_pool((1000, 1000)).fwd == pytest.approx(variance**-0.5, rel=1e-5)
-
-
-@pytest.mark.parametrize("rule", ["maximum", "grouped"])
-def test_gradients_are_unit(rule, assert_unit) -> None:
-    """Test windows over a cyclic axis, and kernels with several groupings of rows."""
-    pool = rules.max_pool((3,), (2,), constraint=None)
-    index = (np.arange(0, 24, 2)[:, None] + np.arange(3)) % 24
-    group = np.random.default_rng(0).choice(6, 60, p=np.arange(1, 7) / 21)
-    kernels = rules.grouped_dense(8, 4, 60, 6)
-
-    def trial(rng):
-        if rule == "maximum":
-            x, g = rng.standard_normal((400, 24)), rng.standard_normal((400, 12))
-            dx, largest = np.zeros_like(x), x[:, index].argmax(-1) + index[:, 0]
-            np.add.at(dx, (np.arange(400)[:, None], largest % 24), g)
-            return (pool.bwd[0] * dx,)
-        dkernel, dy = np.zeros((6, 8, 4)), rng.standard_normal((60, 4))
-        np.add.at(dkernel, group, rng.standard_normal((60, 8))[:, :, None] * dy[:, None])
-        return (kernels.bwd[1] * dkernel,)
-
-    assert_unit(trial, trials=200)
+    for n, variance, rel in (
+        # Exact: Jones, "Exact values for the moments of normal order statistics", 1948.
+        (1, 1.0, 1e-7),
+        (2, 1 - 1 / math.pi, 1e-7),
+        (3, 1 + math.sqrt(3) / (2 * math.pi) - 9 / (4 * math.pi), 1e-7),
+        (10, 0.3443438233, 1e-7),  # Teichroew, 1956, table of products
+        (10**6, mass @ (middle - mass @ middle) ** 2, 1e-5),
+    ):
+        assert rules.max_pool((n,)).fwd == pytest.approx(variance**-0.5, rel=rel)
 
 
 def contributions(taus: tuple[float, ...]) -> np.ndarray:

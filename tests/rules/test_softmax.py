@@ -1,4 +1,4 @@
-"""Moments of softmax, gates and attention, against samples and simulated stacks."""
+"""Factors of softmax, mixtures and attention, against samples and simulated stacks."""
 
 import math
 
@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from unitscale import rules
-from unitscale.rules import AttentionContext, _attention as module
-from unitscale.rules._softmax import (
-    causal_softmax_moments,
-    gate_moments,
-    moments_by_size,
-    softmax_moments,
-)
+from unitscale.rules import AttentionContext
 
 
 def softmax(z):
@@ -21,12 +15,20 @@ def softmax(z):
     return e / e.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize(("size", "mult"), [(16, 0.1), (64, 3.0)])
+def ideal(rule, *args, **options):
+    """Return the mean squares, of output and gradients, that the factors are made for."""
+    factors = rule(*args, **options, constraint=None)
+    return np.array([factors.fwd, *factors.bwd]) ** -2.0
+
+
+@pytest.mark.parametrize(
+    ("size", "mult"), [(3, 16.0), (16, 0.1), (64, 0.01), (64, 3.0), (2000, 1.0)]
+)
 def test_output_and_gradient_are_unit(size, mult, assert_unit) -> None:
     factors = rules.softmax(size, mult=mult, constraint=None)
 
     def trial(rng):
-        z, g = rng.standard_normal((2, 100_000 // size, size))
+        z, g = rng.standard_normal((2, 50_000 // size, size))
         p = softmax(mult * z)
         dx = mult * p * (g - (p * g).sum(-1, keepdims=True))
         return factors.fwd * (p - 1 / size), factors.bwd[0] * dx
@@ -34,85 +36,37 @@ def test_output_and_gradient_are_unit(size, mult, assert_unit) -> None:
     assert_unit(trial, trials=40)
 
 
-def test_limits_of_softmax() -> None:
-    size = 10**7
-    for mult in (0.25, 1.0):
-        factors = rules.softmax(size, mult=mult, constraint=None)
-        # Corrections are of relative order e^(4 m^2) / n: 5e-6 here.
-        expected = size / math.sqrt(math.expm1(mult**2)), size * math.exp(-(mult**2) / 2) / mult
-        assert (factors.fwd, *factors.bwd) == pytest.approx(expected, rel=1e-4)
-    assert rules.softmax(10, mult=1e6).fwd == pytest.approx(10 / 3, rel=1e-4)
-    # Where the formula changes.
-    below, above = (rules.softmax(64, mult=mult).fwd * mult for mult in (0.9999e-3, 1.0001e-3))
-    assert below == pytest.approx(above, rel=2e-6)
-    for constraint in (None, "to_output_scale", "gmean"):
-        assert rules.softmax(1, constraint=constraint) == rules.Factors(1.0, (1.0,))
-
-
-@pytest.mark.parametrize(("size", "spread"), [(3, 16.0), (64, 1.0), (2000, 1.0), (64, 0.01)])
-def test_moments_are_those_of_samples(size, spread) -> None:
-    rows = 500_000 // (size + 20)
-    p = softmax(spread * np.random.default_rng(size).standard_normal((rows, size)))
-    square = (p**2).sum(-1)
-    samples = np.stack([square, square - 2 * (p**3).sum(-1) + square**2])
-    off = np.abs(np.array(softmax_moments(size, spread)) - samples.mean(-1))
-    assert (off <= 5 * samples.std(-1) / rows**0.5 + 1e-12).all()
-
-
-def test_exact_moments_and_their_limits() -> None:
+def test_softmax_of_two_and_its_limits() -> None:
     x, w = np.polynomial.hermite_e.hermegauss(200)
     w, p = w / w.sum(), 1 / (1 + np.exp(-np.sqrt(2) * x))
     square = p**2 + (1 - p) ** 2
     gradient = square - 2 * (p**3 + (1 - p) ** 3) + square**2
-    assert softmax_moments(2, 1.0) == pytest.approx((w @ square, w @ gradient), rel=1e-9)
-    assert softmax_moments(50, 1e-6) == pytest.approx((1 / 50, 1 / 50 - 1 / 50**2), rel=1e-9)
-    assert softmax_moments(1, 3.0) == pytest.approx((1.0, 0.0), rel=1e-12)
-    sizes = np.array([2, 64, 4096])
-    at, beyond, limit = (moments_by_size(sizes, spread) for spread in (24.0, 24.0001, 1e9))
-    np.testing.assert_allclose(at, beyond, rtol=1e-4)
-    np.testing.assert_allclose(limit[0], 1, atol=1e-6)
-
-
-@pytest.mark.parametrize("spread", [0.1, 3.0])
-def test_causal_average_is_the_mean_over_rows(spread) -> None:
-    """Moments of several sizes, computed together, equal those of each size alone."""
-    rows = np.array(moments_by_size(np.arange(1, 701), spread))
-    alone = [softmax_moments(size, spread) for size in (1, 2, 65, 700)]
-    np.testing.assert_allclose(rows[:, [0, 1, 64, 699]].T, alone, rtol=1e-9, atol=1e-12)
-    for length in (1, 65, 700):
-        found = causal_softmax_moments(length, spread)
-        np.testing.assert_allclose(found, rows[:, :length].mean(1), rtol=1e-5, atol=1e-12)
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(("experts", "top_k", "spread"), [(4, 3, 1.5), (40, 6, 0.5)])
-def test_moments_of_gates_are_those_of_samples(experts, top_k, spread, renormalize) -> None:
-    rng = np.random.default_rng(0)
-    p = softmax(-np.sort(-spread * rng.standard_normal((40_000, experts)), axis=-1))
-    gates = p[:, :top_k]
-    if renormalize:
-        gates = p = gates / gates.sum(-1, keepdims=True)
-    square = (gates**2).sum(-1)
-    # The second moment is that of the Jacobian of the gates.
-    few = slice(0, 5)
-    jacobian = gates[few, :, None] * (np.eye(top_k, p.shape[1]) - p[few, None])
-    gradient = square - 2 * (gates**3).sum(-1) + (p**2).sum(-1) * square
-    np.testing.assert_allclose((jacobian**2).sum((1, 2)), gradient[few], rtol=1e-12)
-    exact = gate_moments(experts, top_k, spread, renormalize)
-    for moment, sample in zip(exact, (square, gradient), strict=True):
-        error = sample.std() / len(sample) ** 0.5
-        assert abs(moment - sample.mean()) <= 5 * error + 1e-9
-        assert error < 0.02 * sample.mean() + 1e-9
+    expected = w @ square / 2 - 1 / 4, w @ gradient / 2
+    assert ideal(rules.softmax, 2) == pytest.approx(expected, rel=1e-9)
+    size = 10**7
+    for mult in (0.25, 1.0):
+        # Corrections are of relative order e^(4 m^2) / n: 5e-6 here.
+        expected = math.expm1(mult**2) / size**2, math.exp(mult**2) * (mult / size) ** 2
+        assert ideal(rules.softmax, size, mult=mult) == pytest.approx(expected, rel=2e-4)
+    assert rules.softmax(10, mult=1e6).fwd == pytest.approx(10 / 3, rel=1e-4)
+    # Where the formula changes; above 24, gradients have a probability of 1 / mult.
+    below, above = (rules.softmax(64, mult=mult).fwd * mult for mult in (0.9999e-3, 1.0001e-3))
+    assert below == pytest.approx(above, rel=2e-6)
+    at, beyond, far = (ideal(rules.softmax, 64, mult=mult) for mult in (24.0, 24.001, 96.0))
+    assert at == pytest.approx(beyond, rel=1e-4)
+    assert far[1] == pytest.approx(4 * at[1], rel=1e-9)
+    for constraint in (None, "to_output_scale", "gmean"):
+        assert rules.softmax(1, constraint=constraint) == rules.Factors(1.0, (1.0,))
 
 
 def test_limits_of_gates() -> None:
     """Gates are equal if logits hardly differ, and one gate is 1 if they differ much."""
-    np.testing.assert_allclose(gate_moments(8, 2, 1e-4, True), (1 / 2, 1 / 4), rtol=1e-6)
-    assert gate_moments(8, 2, 24.0, True).square > 0.9
-    assert gate_moments(8, 2, 1e3, True) == gate_moments(8, 2, 24.0, True)
-    assert gate_moments(5, 1, 1.0, True) == (1.0, 0.0)
+    assert rules.mixture(8, 2, mult=1e-4).fwd == pytest.approx(2**0.5, rel=1e-6)
+    assert 1 < rules.mixture(8, 2, mult=24.0).fwd < 1.06
+    assert rules.mixture(8, 2, mult=1e3) == rules.mixture(8, 2, mult=24.0)
     for renormalize in (True, False):
-        assert gate_moments(5, 5, 1.0, renormalize) == softmax_moments(5, 1.0)
+        found = rules.mixture(5, 5, renormalize=renormalize).fwd ** -2
+        assert found == pytest.approx(5 * ideal(rules.softmax, 5)[0] + 1 / 5, rel=1e-12)
     for experts, top_k in ((8, 2), (5, 5), (3, 1)):
         factors = rules.mixture(experts, top_k)
         # The factor on gradients inside is divided out of the gradient of the token.
@@ -120,12 +74,24 @@ def test_limits_of_gates() -> None:
         assert factors.bwd[1] == factors.fwd
 
 
-TOKENS, IN, OUT = 96, 24, 32
+@pytest.mark.parametrize("mult", [0.4, 12.0])
+def test_causal_attention_is_the_mean_over_numbers_of_keys(mult) -> None:
+    def squares(length, is_causal):
+        rule = rules.dot_product_attention
+        return ideal(rule, 16, length, is_causal=is_causal, mult=mult)
+
+    rows = np.stack([squares(n, is_causal=False) for n in range(1, 71)])
+    rows[0, 1:3] = 0  # of one key, logits have no gradient
+    for length in (2, 65, 70):
+        np.testing.assert_allclose(squares(length, True), rows[:length].mean(0), rtol=1e-9)
+
+
+TOKENS, IN, OUT = 96, 24, 16
 
 
 @pytest.mark.parametrize(
     ("experts", "top_k", "mult", "renormalize"),
-    [(8, 2, 1.0, True), (6, 3, 2.0, False)],
+    [(8, 2, 1.0, True), (6, 3, 2.0, False), (4, 3, 1.5, False), (40, 6, 0.5, True)],
 )
 def test_mixture_and_router_are_unit(experts, top_k, mult, renormalize, assert_unit) -> None:
     options = {"mult": mult, "renormalize": renormalize}
@@ -155,36 +121,8 @@ def test_mixture_and_router_are_unit(experts, top_k, mult, renormalize, assert_u
     assert router.bwd[0] == router.fwd
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("length", "mult", "rate"), [(48, 8.0, 0.0), (48, 1.0, 0.3)])
-def test_output_and_gradients_are_unit(length, mult, rate, is_causal, assert_unit) -> None:
-    head_dim, batch = 256, 2
-    factors = rules.dot_product_attention(
-        head_dim, length, is_causal=is_causal, mult=mult, dropout_rate=rate, constraint=None
-    )
-    scale = rules.logit_factor(head_dim, mult)
-    mask = np.tril(np.ones((length, length))) if is_causal else np.ones((length, length))
-
-    def trial(rng):
-        q, k, v, g = rng.standard_normal((4, batch, length, head_dim))
-        keep = (rng.random((batch, length, length)) >= rate) / (1 - rate)
-        z = scale * np.einsum("btd,bsd->bts", q, k)
-        p = np.exp(z - z.max(-1, keepdims=True)) * mask
-        p /= p.sum(-1, keepdims=True)
-        dp = np.einsum("btd,bsd->bts", g, v) * keep
-        dz = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
-        return (
-            factors.fwd * (p * keep) @ v,
-            factors.bwd[2] * (p * keep).swapaxes(-1, -2) @ g,
-            *([] if rate else [factors.bwd[0] * dz @ k, factors.bwd[1] * dz.swapaxes(-1, -2) @ q]),
-        )
-
-    # Logits of d-dimensional vectors are normal only up to order mult^2 / d in their spread's
-    # spread.
-    assert_unit(trial, trials=100, bias=4 * mult**2 / head_dim / head_dim**0.5 + 2 / head_dim)
-
-
-def test_limits() -> None:
+def test_limits_of_attention() -> None:
+    assert not AttentionContext().gated
     factors = rules.dot_product_attention(64, 128, is_causal=True)
     assert factors.bwd == (factors.fwd,) * 3
     dropped = rules.dot_product_attention(64, 128, is_causal=True, dropout_rate=0.36)
@@ -201,25 +139,19 @@ def test_limits() -> None:
 
 
 LENGTH, HEADS, HEAD_DIM, LAYERS, TRIALS = 32, 8, 16, 3, 40
-GELU = 0.5 * float(np.sqrt(8 / np.pi))
-
-
-def gelu(x):
-    return x / (1 + np.exp(-2 * GELU * (x + 0.044715 * x**3)))
-
-
-def relu(x):
-    return np.maximum(x, 0)
-
-
 CASES = [
-    # causal, numpy activation, jax activation, gated, norm placement, tau
-    pytest.param(False, relu, jax.nn.relu, True, "post", 1.0, marks=pytest.mark.slow),
-    pytest.param(False, relu, jax.nn.relu, False, "none", 0.2, marks=pytest.mark.slow),
-    pytest.param(False, gelu, jax.nn.gelu, False, "pre", 0.5, marks=pytest.mark.slow),
-    pytest.param(True, gelu, jax.nn.gelu, True, "pre", 1.0, marks=pytest.mark.slow),
-    pytest.param(True, relu, jax.nn.relu, False, "post", 1.0, marks=pytest.mark.slow),
-    (True, gelu, jax.nn.gelu, False, "pre", 0.5),
+    # causal, activation, gated, norm placement, tau
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (False, jax.nn.relu, True, "post", 1.0),
+            (False, jax.nn.relu, False, "none", 0.2),
+            (False, jax.nn.gelu, False, "pre", 0.5),
+            (True, jax.nn.gelu, True, "pre", 1.0),
+            (True, jax.nn.relu, False, "post", 1.0),
+        )
+    ),
+    (True, jax.nn.gelu, False, "pre", 0.5),
 ]
 
 
@@ -251,23 +183,21 @@ def stack(rng, predicted, *, is_causal, f, fwd, gated, norm_placement, tau):
         branch = dense(rng, y, x.shape[-1]) / np.sqrt(mean_square)
         x = after((tau * branch + x) / np.hypot(1, tau))
         up = dense(rng, before(x), 2 * x.shape[-1])
-        hidden = up * f(dense(rng, before(x), up.shape[-1])) if gated else f(up)
+        hidden = np.asarray(f(dense(rng, before(x), up.shape[-1]) if gated else up))
+        hidden = up * hidden if gated else hidden
         x = after((tau * dense(rng, fwd * hidden, x.shape[-1]) + x) / np.hypot(1, tau))
     return found
 
 
-def simulate(is_causal, f, jax_f, gated, norm_placement, tau):
+def simulate(is_causal, f, gated, norm_placement, tau):
     """Return predicted mean squares, the ratios of measured ones to them, and standard errors."""
     predicted = [
         AttentionContext(
-            taus_below=(tau, tau) * layer,
-            activation=jax_f,
-            gated=gated,
-            norm_placement=norm_placement,
+            taus_below=(tau, tau) * layer, activation=f, gated=gated, norm_placement=norm_placement
         ).mean_square(HEAD_DIM, LENGTH, is_causal=is_causal)
         for layer in range(LAYERS)
     ]
-    fwd = (rules.glu if gated else rules.elementwise)(jax_f).fwd
+    fwd = (rules.glu if gated else rules.elementwise)(f).fwd
     rng = np.random.default_rng(7)
     options = {"f": f, "fwd": fwd, "gated": gated, "norm_placement": norm_placement, "tau": tau}
     found = np.array([stack(rng, predicted, is_causal=is_causal, **options) for _ in range(TRIALS)])
@@ -275,11 +205,11 @@ def simulate(is_causal, f, jax_f, gated, norm_placement, tau):
     return np.asarray(predicted), ratio.mean(0), ratio.std(0, ddof=1) / np.sqrt(TRIALS)
 
 
-@pytest.mark.parametrize(("is_causal", "f", "jax_f", "gated", "norm_placement", "tau"), CASES)
+@pytest.mark.parametrize(("is_causal", "f", "gated", "norm_placement", "tau"), CASES)
 def test_predicted_mean_square_is_that_of_a_random_stack(
-    is_causal, f, jax_f, gated, norm_placement, tau
+    is_causal, f, gated, norm_placement, tau
 ) -> None:
-    _, ratio, error = simulate(is_causal, f, jax_f, gated, norm_placement, tau)
+    _, ratio, error = simulate(is_causal, f, gated, norm_placement, tau)
     assert (error < 0.04).all(), f"too few samples to tell: standard errors {error}"
     # Infinite width is assumed; a stack of finite width departs by a few inverse widths a layer.
     finite_width = np.arange(LAYERS) * 4 / (HEADS * HEAD_DIM) + 2 / HEAD_DIM / HEAD_DIM
@@ -287,22 +217,9 @@ def test_predicted_mean_square_is_that_of_a_random_stack(
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_groups_of_positions_stand_for_every_position(monkeypatch, is_causal) -> None:
+def test_groups_of_positions_stand_for_every_position(is_causal) -> None:
     for length in (1, 7, 100, 1000):
         found = AttentionContext().mean_square(32, length, is_causal=is_causal, mult=2.0)
         factors = rules.dot_product_attention(32, length, is_causal=is_causal, mult=2.0)
         # Groups of neighbours stand for their middle, which costs little beyond the first 64.
         assert found == pytest.approx(factors.fwd**-2, rel=2e-3)
-    context = AttentionContext(taus_below=(0.5,) * 8)
-    grouped = context.mean_square(32, 300, is_causal=is_causal)
-
-    def forget() -> None:
-        for cached in (module._stream, module._keys):
-            cached.cache_clear()
-
-    single = property(lambda attention: np.ones(attention.length))
-    monkeypatch.setattr(module._Attention, "sizes", single)
-    forget()
-    every = context.mean_square(32, 300, is_causal=is_causal)
-    forget()
-    assert grouped == pytest.approx(every, rel=2e-3)

@@ -16,6 +16,7 @@ from unitscale import ScaledArray, as_scaled, grad, to_array
 from unitscale.transforms import scalify
 
 from .agreement import HALF, close
+from .table import clipped_gradient
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
@@ -151,17 +152,7 @@ def test_inside_shard_map_operands_may_vary_differently() -> None:
         close(found, expected, atol=8 * float(jnp.finfo(x.dtype).eps))
 
 
-@jax.custom_vjp
-def clipped(x: jax.Array) -> jax.Array:
-    return x
-
-
-clipped.defvjp(lambda x: (x, x), lambda x, g: (jnp.clip(g, -0.5, 0.5) * jnp.sign(x),))
-
-
-@pytest.mark.parametrize(
-    "function", [pytest.param(jax.nn.relu, marks=pytest.mark.slow), jax.nn.softplus, clipped]
-)
+@pytest.mark.parametrize("function", [jax.nn.softplus, clipped_gradient])
 def test_gradients_of_a_scalified_function_on_explicit_axes(function: Any) -> None:
     mesh = explicit_mesh(d=2)
     loss = lambda w, x: function(x @ w).sum()  # noqa: E731

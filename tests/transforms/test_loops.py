@@ -43,11 +43,13 @@ def test_accumulators_that_start_at_zero_items_and_loops_without_turns() -> None
     tiny = as_scaled(jnp.full((8, 3), 3e-7), dtype=jnp.float16)
     items = ScaledArray(jnp.ones((2, 3)), jnp.asarray([[2.0], [16.0]]))
     three, none = as_scaled((jnp.float32(3), jnp.zeros((0, 3))), dtype=jnp.float16)
-    total, doubled, ((carry, out), empty) = compute(
+    double = scalify(lambda a: lax.map(lambda v: v * 2, a))
+    total, doubled, ((carry, out), empty), no_numbers = compute(
         {
             0: (scalify(lambda a: lax.scan(lambda c, v: (c + v, None), jnp.zeros(3), a)[0]), tiny),
-            1: (scalify(lambda a: lax.map(lambda v: v * 2, a)), items),
+            1: (double, items),
             2: (scalify(lambda c, rows: run(jnp.full(3, c), rows)), three, none),
+            3: (double, as_scaled(jnp.zeros(0))),
         }
     ).values()
     assert total.dtype == jnp.float16
@@ -55,7 +57,7 @@ def test_accumulators_that_start_at_zero_items_and_loops_without_turns() -> None
     np.testing.assert_array_equal(doubled.value, 2 * items.value)
     assert doubled.scale.size == 2
     np.testing.assert_array_equal(carry.value, [3, 3, 3])
-    assert out.shape == empty.shape == (0, 3)
+    assert (out.shape, empty.shape, no_numbers.shape) == ((0, 3), (0, 3), (0,))
 
 
 # So that a loop that never ends fails a test instead of holding it.
@@ -88,9 +90,7 @@ def flagged(x: Any) -> Any:
 def nested(x: Any) -> Any:
     """Compute the cube root by iterating r -> sqrt(x / r)."""
     return turns(
-        lambda r: jnp.max(jnp.abs(r**3 - x)) <= 1e-4,
-        lambda r: newton(x / r)[0],
-        jnp.ones_like(x),
+        lambda r: jnp.max(jnp.abs(r**3 - x)) <= 1e-4, lambda r: newton(x / r)[0], jnp.ones_like(x)
     )
 
 

@@ -85,6 +85,20 @@ def sums_into_places(x: Any) -> Any:
     return ones, at(2, "drop", "subtract"), columns, x.at[:, :, 1].add(x[..., 0])
 
 
+def with_number(x: Any, c: Any) -> list[Any]:
+    return [x * c, x + c, c - x, c / x, jnp.abs(lax.exp(x + 1j) * c)]
+
+
+# Arrays of one number that a cast changes.
+CASTS: list[Callable[[], Any]] = [
+    lambda: jnp.full(3, -2.7).astype(jnp.int32),
+    lambda: jnp.full(3, 300.0).astype(jnp.uint8),
+    lambda: -jnp.full(3, -128.0).astype(jnp.int8),
+    lambda: jnp.full(3, 1.06).astype(jnp.float8_e4m3fn).astype(jnp.float32),
+    lambda: jnp.full(3, 1e5).astype(jnp.float16).astype(jnp.float32),
+    lambda: jnp.full(3, 2.5).astype(jnp.complex64),
+    lambda: -jnp.zeros(3).astype(jnp.complex64),
+]
 # One small positive number beside large negative ones; columns in units of their own; a table.
 SMALL = np.array([1e-2, *[-100.0] * 7])
 FOUR = np.array([1500.0, 800.0, 0.1, 0.2])
@@ -150,6 +164,10 @@ VALUES: dict[str, tuple[Program, Any]] = {
     "sums into places": (sums_into_places, normal(0, 2, 3, 4)),
     "a reference": (doubled, np.arange(4.0)),
     "a plan of transport": (transport, COSTS),
+    "numbers that are cast": (
+        lambda x: [with_number(x, make()) for make in CASTS],
+        np.array([1.5, -2.0, 3.0]),
+    ),
     **{f"complex states near {n}": (states, n * normal(0, 6, 3)) for n in EDGES},
     **{f"a loop that stops near {n}": (root, n * np.array([0.7, 1.0, 1.5, 2.0])) for n in EDGES},
     **{
@@ -351,39 +369,6 @@ ADDED_TO_ZEROS: dict[str, Callable[..., Any]] = {
 def test_what_is_added_to_zeros_keeps_its_precision() -> None:
     args = A, SAME, TINIER, ZERO, jnp.zeros(())
     check({name: (f, *args) for name, f in ADDED_TO_ZEROS.items()}, rtol=4 * HALF)
-
-
-# Arrays of one number that a cast changes, by NumPy's and XLA's rules.
-CASTS: dict[str, tuple[Callable[[], Any], complex]] = {
-    "cut below zero": (lambda: jnp.full(3, -2.7).astype(jnp.int32), -2),
-    "the largest byte": (lambda: jnp.full(3, 300.0).astype(jnp.uint8), 255),
-    "the least byte": (lambda: -jnp.full(3, -128.0).astype(jnp.int8), -128),
-    "8 bits": (lambda: jnp.full(3, 1.06).astype(jnp.float8_e4m3fn).astype(jnp.float32), 1),
-    "infinity": (lambda: jnp.full(3, 1e5).astype(jnp.float16).astype(jnp.float32), jnp.inf),
-    "complex": (lambda: jnp.full(3, 2.5).astype(jnp.complex64), 2.5),
-    "minus zero, complex": (lambda: -jnp.zeros(3).astype(jnp.complex64), 0),
-}
-
-
-def _with_number(x: Any, c: Any) -> list[Any]:
-    return [x * c, x + c, c - x, c / x, jnp.abs(lax.exp(x + 1j) * c)]
-
-
-def test_a_number_is_what_a_cast_makes_of_it() -> None:
-    x = jnp.array([1.5, -2.0, 3.0])
-    table = {
-        name: (
-            lambda x, make=make: to_array(scalify(lambda x: _with_number(x, make()))(x)),
-            as_scaled(x, dtype=jnp.float16),
-        )
-        for name, (make, _) in CASTS.items()
-    }
-    for name, found in compute(table).items():
-        with np.errstate(invalid="ignore"):
-            expected = _with_number(x, np.full(3, CASTS[name][1]))
-        for a, e in zip(found, expected, strict=True):
-            with entry(name):
-                np.testing.assert_allclose(a, e, rtol=2e-3, atol=1e-6)
 
 
 # -- a cast to float32, as users write it, against float64 -----------------------------------------

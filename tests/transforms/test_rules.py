@@ -1,6 +1,7 @@
-"""Single rules: moving data, casts, comparisons, functions, sums, calls, the default."""
+"""Rules: of all functions of the table, by values and gradients; of single primitives."""
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -9,12 +10,57 @@ import numpy as np
 import pytest
 from jax import lax
 
+from tests.batching import compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import get_data_scale, scalify
 from unitscale.transforms._interpreter import Interpreter
 
-from .agreement import HALF, scaled
-from .table import clipped_gradient, steep
+from .agreement import HALF, close, scaled
+from .table import ENTRIES, Entry, clipped_gradient, steep
+
+SCALES = (1.0, 2.0**12, 2.0**-12)
+EPSILON = float(np.finfo(np.float32).eps)
+QUICK = [name for name, entry in ENTRIES.items() if not entry.slow]
+PARTS = [QUICK[i : i + 32] for i in range(0, len(QUICK), 32)]
+LONG = pytest.param([name for name in ENTRIES if name not in QUICK], marks=pytest.mark.slow)
+
+
+def _both(entry: Entry) -> Any:
+    """Return the gradient of a scalar that depends on all elements of the results, and results."""
+
+    def objective(*args: Any) -> Any:
+        total, results = 0.0, entry.function(*args)
+        for leaf in jax.tree.leaves(results):
+            if leaf.dtype.kind == "f":
+                leaf = jnp.where(jnp.isfinite(leaf), leaf, 0.0)
+                total += jnp.sum(leaf * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape))
+        return total, results
+
+    if not entry.grad:
+        return entry.function
+    return jax.grad(objective, argnums=tuple(range(len(entry.args))), has_aux=True)
+
+
+def _plain_and_scaled(program: Any) -> Any:
+    def scaled(scale: jax.Array, args: Any) -> Any:
+        return to_array(scalify(program)(*(ScaledArray(a / scale, scale) for a in args)))
+
+    return lambda *args: (
+        program(*args),
+        jax.lax.map(lambda scale: scaled(scale, args), jnp.asarray(SCALES)),
+    )
+
+
+@pytest.mark.parametrize("names", [*PARTS, LONG])
+def test_value_and_gradient(names: list[str]) -> None:
+    programs = {name: _plain_and_scaled(_both(ENTRIES[name])) for name in names}
+    results = compute({name: (programs[name], *ENTRIES[name].args) for name in names})
+    for name, (expected, found) in jax.device_get(results).items():
+        for i, scale in enumerate(SCALES):
+            with entry(f"{name} at scale {scale}"):
+                at = jax.tree.map(operator.itemgetter(i), found)
+                close(at, expected, atol=ENTRIES[name].steps * EPSILON)
+
 
 MOVES = [jnp.ravel, jnp.transpose, jnp.flip, lambda x: x[1], lambda x: -x, jnp.abs, jnp.sort]
 MOVES += [lambda x: lax.reduce_precision(x, 8, 23)]  # no less than its own

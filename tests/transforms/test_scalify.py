@@ -1,5 +1,6 @@
 """`scalify` itself: arguments, results, errors, and registering rules."""
 
+import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -136,17 +137,10 @@ def test_static_arguments_by_position_and_name() -> None:
 
 
 def test_a_function_that_changes_an_object_in_place() -> None:
-    @jax.tree_util.register_pytree_with_keys_class
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
     class Model:
-        def __init__(self, w: Any):
-            self.w = w
-
-        def tree_flatten_with_keys(self) -> Any:
-            return [(jax.tree_util.GetAttrKey("w"), self.w)], None
-
-        @classmethod
-        def tree_unflatten(cls, _: None, leaves: Any) -> Any:
-            return cls(*leaves)
+        w: Any
 
     def step(models: dict[str, Model], x: jax.Array) -> jax.Array:
         models["b"].w = models["b"].w - x
