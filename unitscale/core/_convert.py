@@ -46,8 +46,7 @@ def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
         return jnp.where(jnp.isnan(total), total, largest)
     # Integers order magnitudes as floats do, with NaN above infinity.
     bits = lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
-    most = jnp.max(bits, axis=axis, keepdims=keep, initial=0)
-    return lax.bitcast_convert_type(most, x.dtype)
+    return lax.bitcast_convert_type(jnp.max(bits, axis, keepdims=keep, initial=0), x.dtype)
 
 
 @partial(jax.jit, static_argnames="axis", inline=True)

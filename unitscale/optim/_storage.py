@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +186,8 @@ def load(stored: Any) -> Any:
 # in formats with 5 exponent bits, which have enough headroom without it.
 Seen: TypeAlias = tuple[jax.Array, jax.Array] | tuple[()]
 Path: TypeAlias = tuple[Any, ...]
+# Size of an array, and static arguments and arrays of a function that chooses its scale.
+Choice: TypeAlias = tuple[int, tuple[Any, ...], tuple[Any, ...]]
 
 
 def inspect(state: dict[Path, Any]) -> dict[Path, tuple[Any, Seen | None]]:
@@ -202,7 +204,7 @@ def inspect(state: dict[Path, Any]) -> dict[Path, tuple[Any, Seen | None]]:
         results[path] = (x, ())
         if bits < 5:
             rows = _largest_bits(inner.data, axes[-1:])
-            narrow[path] = Choice(inner.size, (moment, axes), (rows, inner.scale))
+            narrow[path] = inner.size, (moment, axes), (rows, inner.scale)
     for path, (scale, *seen) in _in_groups(_see, narrow).items():
         x = state[path]
         inner = ScaledArray(_scaled_array(x).data, scale)
@@ -224,14 +226,6 @@ def _see(
     return scale, biased, jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_NARROW)
 
 
-class Choice(NamedTuple):
-    """Size of an array, and static arguments and arrays to choose its scale (`_in_groups`)."""
-
-    size: int
-    static: tuple[Any, ...]
-    operands: tuple[Any, ...]
-
-
 def _in_groups(choose: Callable[..., Any], choices: dict[Path, Choice]) -> dict[Path, Any]:
     """Return ``choose(*static, *operands)`` for each choice.
 
@@ -239,20 +233,20 @@ def _in_groups(choose: Callable[..., Any], choices: dict[Path, Choice]) -> dict[
     kernels of one array take as long as those of many.
     """
     if jax.default_backend() == "cpu":
-        return {path: choose(*one.static, *one.operands) for path, one in choices.items()}
+        return {path: choose(*static, *xs) for path, (_, static, xs) in choices.items()}
     results: dict[Path, Any] = {}
-    groups: dict[Any, list[Path]] = {}
-    for path, one in choices.items():
-        name, types = jax.tree_util.keystr(path), str(jax.tree.map(jax.typeof, one.operands))
+    groups: dict[Any, list[tuple[Path, Any]]] = {}
+    for path, (size, static, operands) in choices.items():
+        name, types = jax.tree_util.keystr(path), str(jax.tree.map(jax.typeof, operands))
         # Only the numbers of layers may differ: arrays of other names may be sharded differently.
-        name = re.sub(r"\d+", "", name) if one.size <= _GROUPED_ENTRIES else name
-        groups.setdefault((name, one.static, types), []).append(path)
+        name = re.sub(r"\d+", "", name) if size <= _GROUPED_ENTRIES else name
+        groups.setdefault((name, static, types), []).append((path, operands))
     for (_, static, _), members in groups.items():
         for start in range(0, len(members), _GROUP):
-            own = members[start : start + _GROUP]
-            stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(choices[p].operands for p in own))
+            paths, own = zip(*members[start : start + _GROUP], strict=True)
+            stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *own)
             found = jax.vmap(functools.partial(choose, *static))(*stacked)
-            results |= {p: jax.tree.map(operator.itemgetter(k), found) for k, p in enumerate(own)}
+            results |= {p: jax.tree.map(operator.itemgetter(k), found) for k, p in enumerate(paths)}
     return results
 
 
@@ -283,7 +277,7 @@ def store_all(
         if format_of(moment.dtype).exponent_bits < 8 and (moment.block is None or not x.ndim):
             x, axes = x.astype(jnp.float32), _own_axes(moment, x)
             parts = [x] if seen is None else sample(x, axes)
-            choices[path] = Choice(x.size, (moment, axes, seen is not None), (parts, seen or ()))
+            choices[path] = x.size, (moment, axes, seen is not None), (parts, seen or ())
     scales, keys = _in_groups(_choose_scale, choices), split_key(key, moments)
     return {
         path: store(moment, arrays[path], keys.get(path), scales.get(path))
@@ -423,7 +417,7 @@ def add_updates(
         has_scale = is_scaled(w) and w.scale is not None and w.block_shape is None
         if has_scale and w.size and update is not None:
             axes = tuple(a for a, n in enumerate(w.scale.shape or (1,) * w.ndim) if n == 1)
-            choices[path] = Choice(w.size, (axes,), (sample(w.data, axes), w.scale))
+            choices[path] = w.size, (axes,), (sample(w.data, axes), w.scale)
     factors, keys = _in_groups(_scale_change, choices), split_key(key, weights)
     return [
         w if update is None else _add_update(w, update, keys.get(path), factors.get(path))
