@@ -357,23 +357,24 @@ def test_scales_are_arrays_or_none() -> None:
     e8m0 = jnp.asarray([2.0, 4.0]).astype(jnp.float8_e8m0fnu)
     assert as_scale(None) is None
     numbers = (1, 0.5, np.float64(8), jnp.ones(2, jnp.bfloat16), np.array([1, 2]))
-    for scale in (*numbers, jnp.ones(2, jnp.float8_e4m3fn)):
+    for scale in (*numbers, jnp.ones(2, jnp.float8_e5m2)):
         got = as_scale(scale)
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(got, np.asarray(scale).astype(np.float32))
+    e4m3 = jnp.ones(2, jnp.float8_e4m3fn)
     assert as_scale(e8m0) is e8m0
+    assert as_scale(e4m3) is e4m3
     np.testing.assert_array_equal(to_float(e8m0), np.float32([2, 4]))
     with jax.enable_x64(True):
         assert as_scale(jnp.ones(2, jnp.float64)).dtype == jnp.float64
 
 
-def test_scales_of_sums_are_near_the_root_of_squares_and_constants() -> None:
+def test_scales_of_sums_are_the_larger_ones_and_constants() -> None:
     ones, exponents = jnp.ones((200, 1)), np.random.default_rng(0).uniform(-125, 125, (2, 200, 1))
     exponents[1, 100:] = exponents[0, 100:] + exponents[1, 100:] / 100
     x, y = (ScaledArray(ones, jnp.float32(2.0**e)) for e in exponents)
     got, root = np.float64((x + y).scale), np.hypot(*2.0**exponents)
-    assert (np.frexp(got)[0] == 0.5).all()
-    assert ((got / root > 0.66) & (got / root < 1.34)).all()
+    assert ((got / root > 0.7) & (got / root < 1.001)).all()
     np.testing.assert_array_equal((y + x).scale, got)
     x, y = (ScaledArray(jnp.ones(3), jnp.float32(s)) for s in ([0, 0, 2], [0, 4, 0]))
     np.testing.assert_array_equal((x + y).scale, [0, 4, 2])

@@ -121,17 +121,14 @@ def scale_near(size: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
 
 
 def common_scale(left: Scale, right: Scale) -> Scale:
-    """Return the scale of a sum: sqrt(left**2 + right**2), rounded to a power of two.
+    """Return the scale of a sum: the larger one. If only one scale is None, it counts as 1.
 
-    The variances of independent terms add up. If only one scale is None, it counts as 1.
+    The variances of independent terms add up, and sqrt(left**2 + right**2) of two powers of two,
+    rounded to a power of two, is the larger of them.
     """
     if left is None and right is None:
         return None
-    a, b = to_float(left), to_float(right)
-    larger = jnp.maximum(a, b)
-    ratio = jnp.minimum(a, b) / safe_scale(larger)
-    # larger * sqrt(1 + ratio**2) neither overflows nor underflows.
-    return round_to_pow2(larger * jnp.sqrt(1 + ratio * ratio))
+    return jnp.maximum(to_float(left), to_float(right))
 
 
 # Products and quotients of scales stay within the normal numbers of float32: each of these
@@ -226,7 +223,7 @@ def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Ar
 
 
 def _aligned(operation: Callable[..., jax.Array], left: Pair, right: Pair) -> Pair:
-    """Add or subtract at the scale sqrt(s1**2 + s2**2), rounded to a power of two."""
+    """Add or subtract at the larger of two scales."""
     scale = left[1] if left[1] is right[1] else common_scale(left[1], right[1])
     dtype = result_dtype(left[0], right[0])
     x, y = (at_scale(*pair, scale, wide_dtype(dtype)) for pair in (left, right))

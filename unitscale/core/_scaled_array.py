@@ -83,10 +83,10 @@ class ScaledArray:
 
     Scaling:
         Operators compute in float32 and round once. The scale of a result does not depend on data:
-        products multiply scales, x + y uses sqrt(s1**2 + s2**2), and sums over n terms multiply the
-        scale by about sqrt(n). Reductions along axes where the scale varies return no scale. Scales
-        are clamped to float32's normal numbers; the data takes the rest. `jax.grad` differentiates
-        with respect to the data; `unitscale.grad` with respect to the value.
+        products multiply scales, x + y has the larger of two scales, and sums over n terms multiply
+        the scale by about sqrt(n). Reductions along axes where the scale varies return no scale.
+        Scales are clamped to float32's normal numbers; the data takes the rest. `jax.grad`
+        differentiates with respect to the data; `unitscale.grad` with respect to the value.
 
     Args:
         data: array of any floating dtype, kept near RMS 1. 8-bit data gives bfloat16 results.

@@ -74,24 +74,18 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _map_with_role(f: Any, state: Any, path: Any = (), role: Role | None = None) -> Any:
-    """Map ``f(path, leaf, role)`` over a state; a leaf's role is that of the field around it."""
+def _roles_of(state: Any) -> dict[Any, Role | None]:
+    """Return the roles of the arrays of a state, by path."""
 
-    def visit(own: Any, x: Any) -> Any:
-        fields = _ROLES.get(_optax_name(x)) if role is None else None
-        if fields is None:
-            return f((*path, *own), x, role)
-        key = jax.tree_util.GetAttrKey
-        return x._replace(
-            **{
-                name: _map_with_role(f, value, (*path, *own, key(name)), fields.get(name))
-                for name, value in x._asdict().items()
-            }
-        )
+    def is_known(x: Any) -> bool:
+        return _optax_name(x) in _ROLES
 
-    return jax.tree.map_with_path(
-        visit, state, is_leaf=lambda x: role is None and _optax_name(x) in _ROLES
-    )
+    return {
+        (*path, *own): _ROLES[_optax_name(x)].get(own[0].name)
+        for path, x in jax.tree.leaves_with_path(state, is_leaf=is_known)
+        if is_known(x)
+        for own, _ in jax.tree.leaves_with_path(x)
+    }
 
 
 def _as_moment(moment: Any, role: Role | None, where: str, block: int | None) -> Moment:
@@ -132,7 +126,7 @@ def formats_of(moments: Any, block: int | None) -> Callable[[str, Role | None], 
 
 def store_state(state: Any, params: Any, moments: Moments, block: int | None, min_size: int) -> Any:
     """Store the moments of a fresh state in their formats, with scales as of their parameters."""
-    formats = formats_of(moments, block)
+    formats, roles = formats_of(moments, block), _roles_of(state)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_scaled)
     # -1 for parameters that `scale_params` left in float32.
     some = any(is_scaled(leaf) for _, leaf in leaves)
@@ -141,7 +135,7 @@ def store_state(state: Any, params: Any, moments: Moments, block: int | None, mi
         for path, leaf in leaves
     }
 
-    def convert(path: Any, leaf: Any, role: Role | None) -> Any:
+    def convert(path: Any, leaf: Any) -> Any:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
             raise TypeError(
                 "unitscale.optim.scaled: the state of inner must be a tree of arrays; got "
@@ -149,12 +143,12 @@ def store_state(state: Any, params: Any, moments: Moments, block: int | None, mi
             )
         if not is_floating(leaf) or jnp.size(leaf) < max(2, min_size):
             return leaf
-        keys = [(path[start:], jnp.shape(leaf)) for start in range(len(path) + 1)]
-        own = [stacks.get(key, 0) for key in keys]
-        moment = formats(path_name(path), role)
+        own = [stacks.get((path[start:], jnp.shape(leaf)), 0) for start in range(len(path) + 1)]
+        name, role = path_name(path), roles.get(path)
+        moment = formats(name, role)
         if moment is None or -1 in own:
             return leaf
-        moment = _as_moment(moment, role, path_name(path), block)
+        moment = _as_moment(moment, role, name, block)
         return store(dataclasses.replace(moment, stack_axes=max(own)), jnp.asarray(leaf))
 
-    return _map_with_role(convert, state)
+    return jax.tree.map_with_path(convert, state)

@@ -24,7 +24,6 @@ from ._storage import (
     load,
     moment_of,
     scale_weight,
-    split_key,
     store,
     store_all,
 )
@@ -130,13 +129,7 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) ->
             "unitscale.optim.apply_updates: updates must have the structure of params; got "
             f"{other}, expected {structure}"
         )
-    keys, total = split_key(key, len(found)), [w for _, w in found]
-    own = [i for i, u in enumerate(changes) if u is not None and total[i] is not None]
-    paths = [found[i][0] for i in own]
-    weights, changes, keys = ([each[i] for i in own] for each in (total, changes, keys))
-    for i, new in zip(own, add_updates(paths, weights, changes, keys), strict=True):
-        total[i] = new
-    return jax.tree.unflatten(structure, total)
+    return jax.tree.unflatten(structure, add_updates(dict(found), changes, key))
 
 
 def _check_transformation(where: str, inner: Any) -> None:
@@ -166,34 +159,33 @@ def _check_params(params: Any, weights: Any, min_size: int) -> None:
 def _wide_gradients(gradients: Any, params: Any) -> Any:
     """Return gradients in float32, after checking that they are values and fit the parameters."""
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
-    found, other = jax.tree.flatten_with_path(gradients, is_leaf=_is_leaf)
     stored = {x.dtype for x in leaves if is_scaled(x)}
-    for path, gradient in found:
-        # `value_and_grad` returns ScaledArrays in FP8, `jax.grad` in the formats of parameters.
-        if is_scaled(gradient) and (not is_float8(gradient.dtype) or gradient.dtype in stored):
-            raise TypeError(
-                "unitscale.optim: gradients must be arrays, or in FP8; got a ScaledArray at "
-                f"grads{jax.tree_util.keystr(path)}. Differentiate with unitscale.grad or "
-                "unitscale.nn.grad, or convert results of scalify with to_array(grads)."
+
+    def wide(path: Any, x: Any, weight: Any) -> Any:
+        where = f"grads{jax.tree_util.keystr(path)}"
+        if x is not None and jnp.shape(x) != jnp.shape(weight):
+            raise ValueError(
+                "unitscale.optim: gradients must have the shapes of params; got "
+                f"{jnp.shape(x)} for {jnp.shape(weight)} at {where}"
             )
-    if structure != other:
+        if not is_scaled(x):
+            is_array = hasattr(x, "dtype") and is_floating(x)
+            return widen(_row_major_p.bind(jnp.asarray(x))) if is_array else x
+        # `value_and_grad` returns ScaledArrays in FP8, `jax.grad` in the formats of parameters.
+        if is_float8(x.dtype) and x.dtype not in stored:
+            return load(x.map_data(_row_major_p.bind))
+        raise TypeError(
+            f"unitscale.optim: gradients must be arrays, or in FP8; got a ScaledArray at {where}. "
+            "Differentiate with unitscale.grad or unitscale.nn.grad, or convert results of "
+            "scalify with to_array(grads)."
+        )
+
+    if structure != (other := jax.tree.structure(gradients, is_leaf=_is_leaf)):
         raise ValueError(
             f"unitscale.optim: gradients must have the structure of params; got {other}, expected "
             f"{structure}"
         )
-    wide = []
-    for (path, x), weight in zip(found, leaves, strict=True):
-        if x is not None and jnp.shape(x) != jnp.shape(weight):
-            raise ValueError(
-                "unitscale.optim: gradients must have the shapes of params; got "
-                f"{jnp.shape(x)} for {jnp.shape(weight)} at grads{jax.tree_util.keystr(path)}"
-            )
-        if is_scaled(x):
-            wide.append(load(x.map_data(_row_major_p.bind)))
-        else:
-            is_array = hasattr(x, "dtype") and is_floating(x)
-            wide.append(widen(_row_major_p.bind(jnp.asarray(x))) if is_array else x)
-    return jax.tree.unflatten(structure, wide)
+    return jax.tree.map_with_path(wide, gradients, params, is_leaf=_is_leaf)
 
 
 # Force a row-major layout of gradients on a single device (on several this would gather shards).
@@ -327,9 +319,8 @@ def scaled(
         if state.key is not None:
             following, for_moments, for_weights = jax.random.split(state.key, 3)
         found, structure = jax.tree.flatten_with_path(state.inner, is_leaf=is_stored)
-        paths = [path for path, _ in found]
-        inspected = dict(zip(paths, inspect(paths, [x for _, x in found]), strict=True))
-        wide_state = jax.tree.unflatten(structure, [load(x) for x, _ in inspected.values()])
+        before = inspect(dict(found))
+        wide_state = jax.tree.unflatten(structure, [load(x) for x, _ in before.values()])
         wide = _wide_gradients(grads, params), wide_state, values(params)
         with jax.numpy_dtype_promotion("standard"):  # optax takes powers of floats by integers
             updates, new = inner.update(*wide, **(extra_args if extra else {}))
@@ -337,10 +328,10 @@ def scaled(
         # measurements in the first update.
         found, structure = jax.tree.flatten_with_path(new)
         total = dict(found)
-        before = {path: x for path, x in inspected.items() if is_stored(x[0]) and path in total}
-        keys, arrays = split_key(for_moments, len(before)), [total[path] for path in before]
-        total |= zip(before, store_all([*before], [*before.values()], arrays, keys), strict=True)
-        new = jax.tree.unflatten(structure, total.values())
+        before = {path: x for path, x in before.items() if is_stored(x[0]) and path in total}
+        new = jax.tree.unflatten(
+            structure, (total | store_all(before, total, for_moments)).values()
+        )
         return updates, ScaledState(new, following), for_weights
 
     def update(grads: Any, state: ScaledState, params: Any = None, **extra_args: Any) -> Any:
@@ -431,25 +422,22 @@ def convert_state(state: Any, like: Any) -> Any:
         inner = jax.tree_util.GetAttrKey("inner")
         return {path_name([k for k in path if k != inner]): x for path, x in found}
 
+    wrong = "unitscale.optim.convert_state: state must be of the same transformation and parameters"
+    source, target = named(state), named(like)
+    if other := {n for n in source.keys() ^ target.keys() if n.rpartition(".")[2] != "key"}:
+        raise ValueError(f"{wrong} as like; only one of them has {', '.join(sorted(other))}")
+
     def convert(name: str, new: Any) -> Any:
         is_key = isinstance(new, jax.Array) and jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
         value = load(source.get(name, new)) if is_key else load(source[name])
         if jnp.shape(new) != jnp.shape(value):
-            raise ValueError(f"got shape {jnp.shape(value)}, expected {jnp.shape(new)} at {name}")
+            got = f"got shape {jnp.shape(value)}, expected {jnp.shape(new)} at {name}"
+            raise ValueError(f"{wrong} as like; {got}")
         if is_stored(new):
             return store(moment_of(new), value)
         return jnp.asarray(value, new.dtype) if hasattr(new, "dtype") and not is_key else value
 
-    source, target = named(state), named(like)
-    try:
-        if other := {n for n in source.keys() ^ target.keys() if n.rpartition(".")[2] != "key"}:
-            raise ValueError(f"only one of them has {', '.join(sorted(other))}")
-        leaves = [convert(name, new) for name, new in target.items()]
-    except ValueError as error:
-        raise ValueError(
-            "unitscale.optim.convert_state: state must be of the same transformation and "
-            f"parameters as like: {error}"
-        ) from error
+    leaves = [convert(name, new) for name, new in target.items()]
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_stored), leaves)
 
 

@@ -5,8 +5,8 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,10 @@ from jax import export, lax
 
 from ..core import (
     ScaledArray,
+    amax,
     cast,
-    decode_float8,
-    encode_float8,
     format_of,
-    is_float8,
     is_scaled,
-    normal_pow2,
     rms,
     scale_near,
     to_float,
@@ -168,49 +165,50 @@ def stack_axes_of(x: Any) -> int:
     return count if shape[:count] == x.shape[:count] else 0
 
 
-def split_key(key: jax.Array | None, count: int) -> list[Any]:
-    """Return random words for `cast` of ``count`` arrays; None for each without a key."""
-    if key is None or not count:
-        return [None] * count
+def split_key(key: jax.Array | None, names: Collection[Any]) -> dict[Any, Any]:
+    """Return random words for `cast`, by name; nothing without a key."""
+    if key is None or not names:
+        return {}
     # Draw all at once: XLA compiles a loop of 200 operations for each place that draws bits.
     draw = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))
-    return [tuple(words) for words in draw(jax.random.split(key, count))]
+    return dict(zip(names, map(tuple, draw(jax.random.split(key, len(names)))), strict=True))
 
 
 def load(stored: Any) -> Any:
     """Return a stored array as a float32 array, and anything else unchanged."""
     if not is_stored(stored):
         return stored
-    inner = _scaled_array(stored)
-    x = decode_float8(inner.data) if is_float8(inner.dtype) else widen(inner.data)
-    if inner.scale is not None:
-        x = x * to_float(inner.full_scale)
+    x = widen(_scaled_array(stored).value)
     return x * lax.abs(x) if isinstance(stored, SquareRoot) else x
 
 
-# The exponents of the largest entries so far, and the binades of headroom above them; empty in
-# formats with 5 exponent bits, which have enough headroom without it.
+# The biased exponents of the largest entries so far, and the binades of headroom above them; empty
+# in formats with 5 exponent bits, which have enough headroom without it.
 Seen: TypeAlias = tuple[jax.Array, jax.Array] | tuple[()]
+Path: TypeAlias = tuple[Any, ...]
+# Size of an array, and static arguments and arrays of a function that chooses its scale.
+Choice: TypeAlias = tuple[int, tuple[Any, ...], tuple[Any, ...]]
 
 
-def inspect(paths: Sequence[Any], stored: Sequence[Any]) -> list[tuple[Any, Seen | None]]:
+def inspect(state: dict[Path, Any]) -> dict[Path, tuple[Any, Seen | None]]:
     """Return the arrays to load, each with its `Seen`; None if scales follow from all entries."""
-    results: list[tuple[Any, Seen | None]] = [(x, None) for x in stored]
-    narrow: dict[int, Choice] = {}
-    for i, x in enumerate(stored):
+    results: dict[Path, tuple[Any, Seen | None]] = {path: (x, None) for path, x in state.items()}
+    narrow: dict[Path, Choice] = {}
+    for path, x in state.items():
         if not is_stored(x):
             continue
         moment, inner = moment_of(x), _scaled_array(x)
         bits, axes = format_of(moment.dtype).exponent_bits, _own_axes(moment, inner)
         if bits >= 8 or moment.block is not None or not is_sampled(inner.shape, axes):
             continue
-        results[i] = (x, ())
+        results[path] = (x, ())
         if bits < 5:
-            rows = _largest_bits(inner.data, axes[-1:], keep=True)
-            narrow[i] = Choice(_name(paths[i], inner), (moment, axes), (rows, inner.scale))
-    for i, (scale, *seen) in _in_groups(_see, narrow).items():
-        inner = ScaledArray(_scaled_array(stored[i]).data, scale)
-        results[i] = SquareRoot(inner) if isinstance(stored[i], SquareRoot) else inner, tuple(seen)
+            rows = _largest_bits(inner.data, axes[-1:])
+            narrow[path] = inner.size, (moment, axes), (rows, inner.scale)
+    for path, (scale, *seen) in _in_groups(_see, narrow).items():
+        x = state[path]
+        inner = ScaledArray(_scaled_array(x).data, scale)
+        results[path] = SquareRoot(inner) if isinstance(x, SquareRoot) else inner, tuple(seen)
     return results
 
 
@@ -224,45 +222,32 @@ def _see(
     largest = widen(lax.bitcast_convert_type(code, moment.dtype))
     # Only entries that exceeded their headroom reach the highest binade.
     grew = largest >= 2.0 ** _highest_exponent(moment.dtype)
-    exponent = (lax.bitcast_convert_type(largest * scale, jnp.int32) >> 23) - 127
-    return scale, exponent, jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_NARROW)
+    biased = lax.bitcast_convert_type(largest * scale, jnp.int32) >> 23
+    return scale, biased, jnp.where(grew, _ROOM_AFTER_GROWTH, _ROOM_NARROW)
 
 
-class Choice(NamedTuple):
-    """Arguments of a function that chooses scales: static ones, and arrays (`_in_groups`)."""
-
-    name: str
-    static: tuple[Any, ...]
-    operands: tuple[Any, ...]
-
-
-def _in_groups(choose: Callable[..., Any], choices: dict[int, Choice]) -> dict[int, Any]:
+def _in_groups(choose: Callable[..., Any], choices: dict[Path, Choice]) -> dict[Path, Any]:
     """Return ``choose(*static, *operands)`` for each choice.
 
-    Those with the same name, static arguments, shapes and shardings go through one call, since a
-    GPU takes as long for the small kernels of one array as for those of many.
+    On a GPU, arrays of the same kind in several layers go through one call, because the small
+    kernels of one array take as long as those of many.
     """
     if jax.default_backend() == "cpu":
-        return {i: choose(*one.static, *one.operands) for i, one in choices.items()}
-    results: dict[int, Any] = {}
-    groups: dict[Any, list[int]] = {}
-    for i, one in choices.items():
-        types = str(jax.tree.map(jax.typeof, one.operands))
-        groups.setdefault((one.name, one.static, types), []).append(i)
+        return {path: choose(*static, *xs) for path, (_, static, xs) in choices.items()}
+    results: dict[Path, Any] = {}
+    groups: dict[Any, list[tuple[Path, Any]]] = {}
+    for path, (size, static, operands) in choices.items():
+        name, types = jax.tree_util.keystr(path), str(jax.tree.map(jax.typeof, operands))
+        # Only the numbers of layers may differ: arrays of other names may be sharded differently.
+        name = re.sub(r"\d+", "", name) if size <= _GROUPED_ENTRIES else name
+        groups.setdefault((name, static, types), []).append((path, operands))
     for (_, static, _), members in groups.items():
         for start in range(0, len(members), _GROUP):
-            own = members[start : start + _GROUP]
-            stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(choices[i].operands for i in own))
+            paths, own = zip(*members[start : start + _GROUP], strict=True)
+            stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *own)
             found = jax.vmap(functools.partial(choose, *static))(*stacked)
-            results |= {i: jax.tree.map(operator.itemgetter(k), found) for k, i in enumerate(own)}
+            results |= {p: jax.tree.map(operator.itemgetter(k), found) for k, p in enumerate(paths)}
     return results
-
-
-def _name(path: Any, x: Any) -> str:
-    """Return a name that arrays share if they are alike: the path without numbers of layers."""
-    name = jax.tree_util.keystr(path)
-    # Arrays of other names may be sharded differently.
-    return re.sub(r"\d+", "", name) if x.size <= _GROUPED_ENTRIES else name
 
 
 def gather_scales(tree: Any) -> Any:
@@ -282,54 +267,47 @@ def gather_scales(tree: Any) -> Any:
 
 
 def store_all(
-    paths: Sequence[Any],
-    before: Sequence[tuple[Any, Seen | None]],
-    arrays: Sequence[jax.Array],
-    keys: Sequence[jax.Array | None],
-) -> list[Any]:
+    before: dict[Path, tuple[Any, Seen | None]], arrays: dict[Path, Any], key: jax.Array | None
+) -> dict[Path, Any]:
     """Call `store` for each array, in the format that it had before, as `inspect` returned it."""
-    moments = [moment_of(stored) for stored, _ in before]
-    choices: dict[int, Choice] = {}
-    for i, (path, moment, x) in enumerate(zip(paths, moments, arrays, strict=True)):
+    choices: dict[Path, Choice] = {}
+    moments = {path: moment_of(stored) for path, (stored, _) in before.items()}
+    for path, moment in moments.items():
+        x, seen = arrays[path], before[path][1]
         if format_of(moment.dtype).exponent_bits < 8 and (moment.block is None or not x.ndim):
-            x, axes, seen = x.astype(jnp.float32), _own_axes(moment, x), before[i][1]
+            x, axes = x.astype(jnp.float32), _own_axes(moment, x)
             parts = [x] if seen is None else sample(x, axes)
-            static = (moment, axes, seen is not None)
-            choices[i] = Choice(_name(path, x), static, (parts, seen or ()))
-    shifts = map(_in_groups(_choose_shift, choices).get, range(len(arrays)))
-    return list(map(store, moments, arrays, keys, shifts))
+            choices[path] = x.size, (moment, axes, seen is not None), (parts, seen or ())
+    scales, keys = _in_groups(_choose_scale, choices), split_key(key, moments)
+    return {
+        path: store(moment, arrays[path], keys.get(path), scales.get(path))
+        for path, moment in moments.items()
+    }
 
 
 # Under jit, so that arrays of the same shape, of which a model has many, are traced once.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=0)
 def store(
-    moment: Moment,
-    x: jax.Array,
-    key: jax.Array | None = None,
-    shift: tuple[jax.Array, jax.Array] | None = None,
+    moment: Moment, x: jax.Array, key: Any = None, scale: jax.Array | None = None
 ) -> ScaledArray | SquareRoot:
     """Round an array of state once to its storage format; to nearest without a key.
 
     An entry that is not finite becomes NaN, as do all entries whose scale depends on it.
     """
     fmt, x = format_of(moment.dtype), lax.convert_element_type(x, jnp.float32)
-    y, scale, block = lax.sqrt(lax.abs(x)) if moment.root else x, None, None
+    y, block = lax.sqrt(lax.abs(x)) if moment.root else x, None
     if fmt.exponent_bits < 8:
         if moment.block is not None and x.ndim:
             block = (1,) * (x.ndim - 1) + (moment.block,)
-        exponent, finite = shift or _choose_shift(moment, _own_axes(moment, x), False, [x])
-        scale = normal_pow2(exponent)
-        scale = lax.select(finite, scale, lax.full_like(scale, jnp.nan))
+        if scale is None:
+            scale = _choose_scale(moment, _own_axes(moment, x), False, [x])
         # 1 / scale, in integer arithmetic that XLA repeats in every kernel that uses it.
         bits = (254 << 23) - lax.bitcast_convert_type(scale, jnp.int32)
         inverse = lax.bitcast_convert_type(bits, jnp.float32)
         y = y * to_float(ScaledArray(x, inverse, block_shape=block).full_scale)
         y = lax.max(y, jnp.float32(fmt.smallest_subnormal)) if moment.root else y
     y = lax.sign(x) * y if moment.root else y
-    if fmt.exponent_bits < 8:
-        data = round_finite(y, fmt, key)
-    else:
-        data = cast(y, fmt, "nearest" if key is None else "stochastic", key, saturate=False)
+    data = (round_finite if fmt.exponent_bits < 8 else _round)(y, moment.dtype, key)
     stored = ScaledArray(data, scale, block_shape=block)
     return SquareRoot(stored) if moment.root else stored
 
@@ -339,46 +317,48 @@ def _own_axes(moment: Moment, x: Any) -> tuple[int, ...]:
     return tuple(range(moment.stack_axes, jnp.ndim(x)))
 
 
-def _choose_shift(
+def _choose_scale(
     moment: Moment, axes: Sequence[int], is_sample: bool, parts: Any, seen: Any = ()
-) -> tuple[jax.Array, jax.Array]:
-    """Return exponents of the scales, and whether all entries that they depend on are finite."""
-    # With integers, because XLA needs more kernels to do the same in float32.
-    block = moment.block if parts[0].ndim else None
-    if block is not None:
+) -> jax.Array:
+    """Return scales, powers of two; NaN if an entry that they depend on is not finite."""
+    if moment.block is not None and parts[0].ndim:
         (x,) = parts
-        x = lax.pad(x, jnp.float32(0), [(0, 0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block, 0)])
-        parts, axes = [x.reshape(*x.shape[:-1], -1, block)], (x.ndim,)
-    largest = functools.reduce(lax.max, [_largest_bits(part, axes) for part in parts])
-    largest = largest[..., 0] if block is not None else largest
-    # Round as the format does, so that a value that rounds up to a power of two counts as one, and
-    # storing a loaded array changes nothing. Squares of roots round up at half the distance.
+        x = lax.pad(
+            x, x.dtype.type(0), [(0, 0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % moment.block, 0)]
+        )
+        largest = _largest_bits(x.reshape(*x.shape[:-1], -1, moment.block), (x.ndim,))[..., 0]
+    else:
+        largest = functools.reduce(lax.max, [_largest_bits(part, axes) for part in parts])
+        largest = largest if moment.stack_axes else largest.reshape(())
+    # With integers, because XLA needs more kernels to do the same in float32. Round as the format
+    # does, so that a value that rounds up to a power of two counts as one, and storing a loaded
+    # array changes nothing. Squares of roots round up at half the distance.
     bits = format_of(moment.dtype).mantissa_bits - moment.root
     biased = ((largest + jnp.uint32(1 << (22 - bits))) >> 23).astype(jnp.int32)
-    halved = int(moment.root)
-    exponent = (biased - 127) >> halved if halved else biased - 127
+    biased = (biased + 127) >> 1 if moment.root else biased
+    zero, infinity = (63, 191) if moment.root else (0, 255)  # as above
     # The power of two above the largest magnitude becomes the largest one of the format.
     above = 1 - _highest_exponent(moment.dtype)
-    room, unseen = (_ROOM, _EXPONENT_OF_UNSEEN) if is_sample else (0, -above)
+    room, unseen = (_ROOM, 127 + _EXPONENT_OF_UNSEEN) if is_sample else (0, 127 - above)
     if seen:
-        exponent, room = lax.max(exponent, seen[0]), seen[1]
-    is_zero = exponent == (0 - 127) >> halved
-    shift = lax.select(is_zero, lax.full_like(exponent, unseen), exponent) + (room + above)
-    return lax.clamp(-126, shift, 126), exponent < (255 - 127) >> halved
+        biased, room = lax.max(biased, seen[0]), seen[1]
+    is_finite = biased < infinity
+    biased = lax.select(biased == zero, lax.full_like(biased, unseen), biased) + (room + above)
+    scale = lax.bitcast_convert_type(lax.clamp(1, biased, 253) << 23, jnp.float32)
+    return lax.select(is_finite, scale, lax.full_like(scale, jnp.nan))
 
 
 def _highest_exponent(dtype: Any) -> int:
     return math.frexp(format_of(dtype).max)[1] - 1
 
 
-def _largest_bits(x: jax.Array, axes: Sequence[int], keep: bool = False) -> jax.Array:
-    """Return the bits of the largest magnitudes over axes, which are kept unless they are all."""
+def _largest_bits(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Return the bits of the largest magnitudes over axes, which stay with size 1."""
+    if x.dtype.itemsize > 1:
+        return lax.bitcast_convert_type(amax(x, tuple(axes)), jnp.uint32)
     # Integers order magnitudes as floats do, with NaN above infinity.
-    kind = jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint32
-    magnitudes = lax.bitcast_convert_type(x, kind) & kind(jnp.iinfo(kind).max // 2)
-    largest = lax.reduce_max(magnitudes, tuple(axes))
-    keep = keep or len(axes) < x.ndim
-    return lax.expand_dims(largest, tuple(axes)) if keep else largest
+    magnitudes = lax.bitcast_convert_type(x, jnp.uint8) & jnp.uint8(0x7F)
+    return jnp.max(magnitudes, axes, keepdims=True)
 
 
 def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
@@ -409,18 +389,14 @@ def _thin(x: Any, axes: Sequence[int], entries: int) -> Any:
     return x[tuple(slice(None, None, stride) for stride in strides)]
 
 
-def round_finite(x: jax.Array, dtype: Any, key: jax.Array | None = None) -> jax.Array:
+def round_finite(x: jax.Array, dtype: Any, key: Any = None) -> jax.Array:
     """Round float32 and saturate; infinity becomes NaN (a `cast` that saturates keeps it)."""
-    fmt = format_of(dtype)
-    assert fmt.dtype is not None, "check_dtype rejects simulated formats"
+    largest = x.dtype.type(format_of(dtype).max)
+    return _round(lax.clamp(-largest, x + 0 * x, largest), dtype, key)
 
-    def convert(x: jax.Array) -> jax.Array:
-        x = lax.clamp(x.dtype.type(-fmt.max), x + 0 * x, x.dtype.type(fmt.max))
-        return x.astype(fmt.dtype) if key is None else cast(x, fmt, "stochastic", key, False)
 
-    if key is None and is_float8(fmt.dtype):
-        return encode_float8(x, fmt, convert, infinity=False)
-    return convert(x)
+def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
+    return cast(x, dtype, "nearest" if key is None else "stochastic", key, saturate=False)
 
 
 def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
@@ -433,23 +409,26 @@ def scale_weight(x: Any, dtype: Any, stack_axes: int | None = None) -> Any:
 
 
 def add_updates(
-    paths: Sequence[Any],
-    weights: Sequence[Any],
-    updates: Sequence[Any],
-    keys: Sequence[jax.Array | None],
+    weights: dict[Path, Any], updates: Sequence[Any], key: jax.Array | None
 ) -> list[Any]:
     """Return each weight plus its update, rounded once into the format of the weight."""
-    choices: dict[int, Choice] = {}
-    for i, (path, w) in enumerate(zip(paths, weights, strict=True)):
-        if is_scaled(w) and w.scale is not None and w.block_shape is None and w.size:
+    choices: dict[Path, Choice] = {}
+    for (path, w), update in zip(weights.items(), updates, strict=True):
+        has_scale = is_scaled(w) and w.scale is not None and w.block_shape is None
+        if has_scale and w.size and update is not None:
             axes = tuple(a for a, n in enumerate(w.scale.shape or (1,) * w.ndim) if n == 1)
-            choices[i] = Choice(_name(path, w), (axes,), (sample(w.data, axes), w.scale))
-    changes = map(_in_groups(_scale_change, choices).get, range(len(weights)))
-    return list(map(_add_update, weights, updates, keys, changes))
+            choices[path] = w.size, (axes,), (sample(w.data, axes), w.scale)
+    factors, keys = _in_groups(_scale_change, choices), split_key(key, weights)
+    return [
+        w if update is None else _add_update(w, update, keys.get(path), factors.get(path))
+        for (path, w), update in zip(weights.items(), updates, strict=True)
+    ]
 
 
-@functools.partial(jax.jit, inline=True)  # see `store`
-def _add_update(weight: Any, update: Any, key: jax.Array | None, change: Any) -> Any:
+@jax.jit  # see `store`
+def _add_update(weight: Any, update: Any, key: Any, factor: jax.Array | None) -> Any:
+    if weight is None:
+        return None
     update = update.value if is_scaled(update) else update
     if not is_scaled(weight) and not is_floating(weight):
         return weight + lax.convert_element_type(update, weight.dtype)
@@ -459,7 +438,7 @@ def _add_update(weight: Any, update: Any, key: jax.Array | None, change: Any) ->
         data = round_finite(total, weight.dtype, key)
         return ScaledArray(data) if is_scaled(weight) else data
     scale, block = to_float(weight.scale), weight.block_shape
-    scale = scale if change is None else scale * lax.convert_element_type(change, scale.dtype)
+    scale = scale if factor is None else scale * lax.convert_element_type(factor, scale.dtype)
     full = ScaledArray(weight.data, scale, block_shape=block).full_scale
     data = round_finite(total / to_float(full), weight.dtype, key)
     return ScaledArray(data, scale, block_shape=block)
