@@ -145,10 +145,10 @@ def mesh_steps(config: RunConfig) -> runs.Table:
 def wire_steps(overrides: list[str]) -> runs.Table:
     """Count the bytes that a device sends in steps of an 8B model, by kind of collective."""
     (kind, devices), rows = _devices(), []
-    for program, words in SENT.items():
+    for program, own in SENT.items():
         sent: list[dict[str, float]] = []
         for layers in (1, 2):
-            words = [*LLAMA, f"mesh.fsdp={DEVICES}", *words, *overrides, f"model.layers={layers}"]
+            words = [*LLAMA, f"mesh.fsdp={DEVICES}", *own, *overrides, f"model.layers={layers}"]
             config = load_kind(GPTConfig, CONFIGS / "gpt" / "llama-7b.yaml", words)
             sent.append(defaultdict(float))
             for collective in collectives(_compiled(config, {"fsdp": DEVICES}, devices)):

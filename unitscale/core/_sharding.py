@@ -244,12 +244,12 @@ def sum_parts(parts: jax.Array) -> jax.Array:
     place = None if dtype is None or parts.ndim != 3 else fsdp_dimension(parts.shape, devices)
     if place is None:
         return jnp.sum(parts, 0)
-    rounded: Any = quantized_gradient(constrain_sharding(parts, BATCH_AXES), dtype)
+    rounded = quantized_gradient(constrain_sharding(parts, BATCH_AXES), dtype)
     data = rounded.data if is_scaled(rounded) else rounded
     pieces = [BATCH_AXES if d == place else () for d in range(-parts.ndim, 0)]
     wide = widen(reshard_bits(data, [BATCH_AXES], pieces))
     if is_scaled(rounded):
-        scales = constrain_sharding(rounded.scale, BATCH_AXES)
+        scales = constrain_sharding(jnp.asarray(rounded.scale), BATCH_AXES)
         wide = wide * constrain_sharding(scales, (), (), ())
     return narrow(jnp.sum(wide, 0), parts.dtype)
 
