@@ -11,7 +11,7 @@ the collectives of the same model's step on several meshes, compiled for H200s i
 installed. `--wire` compares the bytes that steps of an 8B model send over `mesh: {fsdp: 8}`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -145,12 +145,12 @@ def mesh_steps(config: RunConfig) -> runs.Table:
 def wire_steps(overrides: list[str]) -> runs.Table:
     """Count the bytes that a device sends in steps of an 8B model, by kind of collective."""
     (kind, devices), rows = _devices(), []
-    for program, words in SENT.items():
-        sent: list[Counter[str]] = []
+    for program, own in SENT.items():
+        sent: list[dict[str, float]] = []
         for layers in (1, 2):
-            words = [*LLAMA, f"mesh.fsdp={DEVICES}", *words, *overrides, f"model.layers={layers}"]
+            words = [*LLAMA, f"mesh.fsdp={DEVICES}", *own, *overrides, f"model.layers={layers}"]
             config = load_kind(GPTConfig, CONFIGS / "gpt" / "llama-7b.yaml", words)
-            sent.append(Counter())
+            sent.append(defaultdict(float))
             for collective in collectives(_compiled(config, {"fsdp": DEVICES}, devices)):
                 sent[-1][collective.kind] += collective.sent / 2**20
             jax.clear_caches()

@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._autodiff import gradients_format, quantized_gradient
+from ._autodiff import quantized_gradient
 from ._compat import varying
 from ._formats import materialize, narrow, widen
 from ._scaled_array import is_scaled
@@ -150,7 +150,7 @@ def batch_axes(mesh: Any) -> tuple[str, ...]:
 
 def axes_size(names: Sequence[str]) -> int:
     """Return the number of devices along these axes of type `Auto`, in `jax.set_mesh`'s mesh."""
-    sizes = _auto_axes()
+    sizes = auto_axes()
     return math.prod(sizes.get(name, 1) for name in names)
 
 
@@ -176,7 +176,7 @@ def constrain_sharding(x: jax.Array, *dimensions: Sequence[str] | None) -> jax.A
     """
     if not isinstance(x, Tracer):
         return x
-    sizes = _auto_axes()
+    sizes = auto_axes()
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     for axis, names in enumerate(dimensions):
         if names is not None:
@@ -210,7 +210,7 @@ def fsdp_dimension(
 
 def fsdp_devices() -> int:
     """Return the number of devices along the mesh axis fsdp; 1 if other axes shard weights too."""
-    sizes = _auto_axes()
+    sizes = auto_axes()
     return sizes.get("fsdp", 1) if set(sizes) <= {*BATCH_AXES, *CONTEXT_AXES} else 1
 
 
@@ -223,43 +223,19 @@ def reshard_bits(x: jax.Array, *shardings: Sequence[Sequence[str] | None]) -> ja
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
-@contextmanager
-def exchange_gradients(dtype: Any) -> Iterator[None]:
-    """Sum gradients of weights over the mesh axis fsdp in few bits, while a function is traced.
-
-    The context applies to matmuls of `unitscale.ops` and `unitscale.quant` under `jax.jit`, on a
-    mesh (`jax.set_mesh`) whose only axis of several devices is ``fsdp``. XLA sums all other
-    gradients, and those of matrices that the axis does not divide.
-
-    Scaling:
-        Each device rounds its part of the sum to ``dtype``: FP8 with a power-of-two scale of its
-        own, as `value_and_grad` rounds gradients. It sends every device the piece that it keeps (an
-        all-to-all), and pieces are added in float32: (n - 1) / n bytes per entry in FP8.
-
-    Args:
-        dtype: "float8_e4m3fn", "float8_e5m2" or "bfloat16"; None or float32 for XLA's own sums.
-
-    Raises:
-        ValueError: for another format, or if the mesh has another axis of several devices.
-    """
-    fmt, sizes = gradients_format("parallel.exchange_gradients", dtype), _auto_axes()
-    if fmt is not None and set(sizes) - {"fsdp"}:
-        raise ValueError(
-            "unitscale.parallel.exchange_gradients: fsdp must be the only axis with several "
-            f"devices; got {dict(sizes)}. Use dtype=None on this mesh."
-        )
-    with _EXCHANGE(fmt):
-        yield
+def exchange_in(dtype: Any) -> Any:
+    """Return the context of `parallel.exchange_gradients`, without its checks."""
+    return _EXCHANGE(dtype)
 
 
 def parts_to_exchange(items: int) -> int:
     """Return in how many parts, one per device, to sum a weight's gradient over ``items``."""
-    devices = 1 if _EXCHANGE.value is None else _auto_axes().get("fsdp", 1)
+    devices = 1 if _EXCHANGE.value is None else auto_axes().get("fsdp", 1)
     return 1 if items % devices else devices
 
 
 def sum_parts(parts: jax.Array) -> jax.Array:
-    """Sum a weight's gradient over devices, as `exchange_gradients` asks.
+    """Sum a weight's gradient over devices, as `parallel.exchange_gradients` asks.
 
     Args:
         parts: the sum of each device, sharded over `BATCH_AXES` along the first dimension.
@@ -273,7 +249,7 @@ def sum_parts(parts: jax.Array) -> jax.Array:
     pieces = [BATCH_AXES if d == place else () for d in range(-parts.ndim, 0)]
     wide = widen(reshard_bits(data, [BATCH_AXES], pieces))
     if is_scaled(rounded):
-        scales = constrain_sharding(rounded.scale, BATCH_AXES)
+        scales = constrain_sharding(jnp.asarray(rounded.scale), BATCH_AXES)
         wide = wide * constrain_sharding(scales, (), (), ())
     return narrow(jnp.sum(wide, 0), parts.dtype)
 
@@ -288,6 +264,7 @@ def shard_activations(x: Any) -> Any:
     return constrain_sharding(x, BATCH_AXES, CONTEXT_AXES)
 
 
-def _auto_axes() -> Mapping[str, int]:
+def auto_axes() -> Mapping[str, int]:
+    """Return the axes of type `Auto` with several devices, in `jax.set_mesh`'s mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return {name: mesh.shape[name] for name in mesh.auto_axes if mesh.shape[name] > 1}

@@ -18,7 +18,7 @@ from ..core import (
     bounded_product,
     constrain_sharding,
     custom_vjp,
-    exchange_gradients,
+    exchange_in,
     format_of,
     fsdp_devices,
     global_batch_size,
@@ -146,7 +146,7 @@ def _evaluate(
         return tuple(parts), reshard((losses, dx), how.axes)
 
     if how.by_class:
-        with exchange_gradients(None):  # each device has the gradients of its classes
+        with exchange_in(None):  # each device has the gradients of its classes
             found = over_chunks(body, rows, how.chunks, ())
     else:
         found = over_chunks(body, rows, how.chunks, how.axes)
@@ -356,7 +356,7 @@ def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BAT
         return jax.tree.map(lambda x: constrain_sharding(x, axes), tree)
 
     def each(rows: Any) -> Any:
-        with exchange_gradients(None):  # devices exchange the sum over all chunks
+        with exchange_in(None):  # devices exchange the sum over all chunks
             total, out = jax.vmap(body)(by_device(rows))
         return by_device(total), out
 

@@ -14,7 +14,7 @@ from ._collectives import (  # FP8 collectives
     all_reduce as all_reduce,
     reduce_scatter as reduce_scatter,
     all_gather as all_gather,
+    exchange_gradients as exchange_gradients,
     AxisName as AxisName,
 )
 from ._auto_scale import AutoScale as AutoScale
-from ..core import exchange_gradients as exchange_gradients

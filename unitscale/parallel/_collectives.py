@@ -4,7 +4,8 @@ XLA may widen FP8 in transit (a CPU gathers it as float16), so data is sent as u
 with the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -18,9 +19,12 @@ from ..core import (
     Format,
     ScaledArray,
     amax,
+    auto_axes,
     cast,
+    exchange_in,
     exponent_of,
     format_of,
+    gradients_format,
     is_float8,
     is_scaled,
     narrow,
@@ -430,3 +434,32 @@ def all_gather(
         return ScaledArray(_gather(bits, fmt, axis_name, axis % value.ndim), scale[0])
 
     return jax.tree.unflatten(structure, list(map(gather, values, shared, keys)))
+
+
+@contextmanager
+def exchange_gradients(dtype: Any) -> Iterator[None]:
+    """Sum gradients of weights over the mesh axis fsdp in few bits, while a function is traced.
+
+    The context applies to matmuls of `unitscale.ops` and `unitscale.quant` under `jax.jit`, on a
+    mesh (`jax.set_mesh`) whose only axis of several devices is ``fsdp``. XLA sums all other
+    gradients, and those of matrices that the axis does not divide.
+
+    Scaling:
+        Each device rounds its part of the sum to ``dtype``: FP8 with a power-of-two scale of its
+        own, as `value_and_grad` rounds gradients. It sends every device the piece that it keeps (an
+        all-to-all), and pieces are added in float32: (n - 1) / n bytes per entry in FP8.
+
+    Args:
+        dtype: "float8_e4m3fn", "float8_e5m2" or "bfloat16"; None or float32 for XLA's own sums.
+
+    Raises:
+        ValueError: for another format, or if the mesh has another axis of several devices.
+    """
+    fmt, sizes = gradients_format("parallel.exchange_gradients", dtype), auto_axes()
+    if fmt is not None and set(sizes) - {"fsdp"}:
+        raise ValueError(
+            "unitscale.parallel.exchange_gradients: fsdp must be the only axis with several "
+            f"devices; got {dict(sizes)}. Use dtype=None on this mesh."
+        )
+    with exchange_in(fmt):
+        yield
