@@ -23,12 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ModelPath = Annotated[
-    str,
-    typer.Argument(metavar="CONFIG", help="a YAML file, a run's folder, or a Hugging Face folder"),
-]
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
-TrainedPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")]
+ModelPath = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a folder with a model")
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
 ]
@@ -60,8 +58,8 @@ def train(
     --coordinator, --processes and --process, or the environment variables JAX_COORDINATOR_ADDRESS,
     JAX_NUM_PROCESSES and JAX_PROCESS_ID, or --distributed.
     """
-    told = coordinator, processes, process, distributed, heartbeat
-    _train(load_config(config, overrides or ()), fresh, convert, *told)
+    options = coordinator, processes, process, distributed, heartbeat
+    _train(load_config(config, overrides or ()), fresh, convert, *options)
 
 
 @app.command()
@@ -71,9 +69,7 @@ def finetune(
     """Fine-tune a pretrained model on a task and score it: like train, but init is required."""
     settings = load_config(config, overrides or ())
     if not getattr(settings, "init", None):
-        raise RecipeError(
-            f"init: expected a pretrained model to tune; got none in {config}; add init=FOLDER"
-        )
+        raise RecipeError(f"init: expected a model to tune; got none in {config}; set init=FOLDER")
     _train(settings, fresh, convert)
 
 
@@ -114,7 +110,7 @@ def sweep(
 
 
 @app.command()
-def evaluate(config: TrainedPath, overrides: Overrides = None) -> None:
+def evaluate(config: ModelPath, overrides: Overrides = None) -> None:
     """Print a trained model's validation loss, over all whole batches, and its scores."""
     settings = _settings(config, overrides)
     from .trained import evaluate as evaluate_run
@@ -131,7 +127,6 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="sample the k likeliest only")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the sampling")] = 0,
-    stream: Annotated[bool, typer.Option("--stream", help="print tokens as they come")] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="answer the prompt, in the folder's chat template")
     ] = False,
@@ -157,15 +152,14 @@ def generate(
         prompt = chat_prompt(config, prompt) if chat else prompt
         writer = open_folder(config, adapter)
     draws = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    pieces = writer.stream if stream else lambda *words, **options: [writer(*words, **options)]
-    for piece in pieces(prompt, echo=not chat, **draws):
+    for piece in writer.stream(prompt, echo=not chat, **draws):
         sys.stdout.write(piece)
         sys.stdout.flush()
     typer.echo()
 
 
 @app.command()
-def describe(config: TrainedPath, overrides: Overrides = None) -> None:
+def describe(config: ModelPath, overrides: Overrides = None) -> None:
     """Print parameters, FLOPs and bytes of a training step, without running it."""
     settings = _settings(config, overrides)
     from .describe import report
@@ -176,7 +170,7 @@ def describe(config: TrainedPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def export(
-    config: TrainedPath,
+    config: ModelPath,
     path: Annotated[
         Path, typer.Argument(metavar="OUTPUT", help="a .safetensors file to write, or a folder")
     ],
@@ -197,16 +191,16 @@ def export(
 
         typer.echo(export_run(settings, path, _warn))
         return
-    from .hf import load, save
-
-    _require_new(path)
-    save(load(config, "lm"), path, fp8=fp8)
+    _save(path, config, fp8=fp8)
     typer.echo(f"{config} with FP8 weights is in {path}")
 
 
-def _require_new(path: Path) -> None:
+def _save(path: Path, folder: str, adapter: str | None = None, fp8: Any = None) -> None:
+    from .hf import load, save
+
     if path.exists():
         raise RecipeError(f"OUTPUT: expected a new folder; got {path}, which exists; name another")
+    save(load(folder, "lm", adapter=adapter), path, fp8=fp8)
 
 
 @app.command()
@@ -216,10 +210,7 @@ def merge(
     path: Annotated[Path, typer.Argument(metavar="OUTPUT", help="the folder to write")],
 ) -> None:
     """Add a LoRA adapter to a Hugging Face model, and write the result to a new folder."""
-    from .hf import load, save
-
-    _require_new(path)
-    save(load(folder, "lm", adapter=adapter), path)
+    _save(path, folder, adapter)
     typer.echo(f"{folder} with {adapter} is in {path}")
 
 

@@ -1,6 +1,6 @@
 """Describe the training step of a config without running it: parameters, FLOPs and bytes.
 
-Everything follows from shapes and the lowered program. Equal layers are extrapolated from two.
+Everything follows from shapes and the lowered program.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from unitscale.core import is_scaled
 from unitscale.ops import attention_paths
 
-from .config import RunConfig, TransformerConfig
+from .config import RunConfig
 from .hf import Frozen
 from .recipe import recipe_of
 from .run.state import TrainState
@@ -49,17 +49,12 @@ class Description(NamedTuple):
 def describe(config: RunConfig) -> Description:
     """Trace and lower the training step of a config, with shapes in place of arrays."""
     config = config.resumed  # shapes follow from the config: do not read the weights in `init`
-    _, _, (state, _, _) = abstract_step(config)
-    short = _shortened(config)
+    graphdef, step, shapes = abstract_step(config)
+    state, loss = shapes[0], make_loss(graphdef, deterministic=False)
     with attention_paths() as taken:
-        _, step, shapes = abstract_step(short[0])
-        step.trace(*shapes)
-    costs = [_cost(few) for few in short]
-    # Every further layer costs as much as the second one.
-    further = getattr(getattr(config, "model", None), "layers", 1) - 1
-    (flops, saved), (more_flops, more_saved) = costs[0], costs[-1]
-    flops += further * (more_flops - flops)
-    activations = (saved + further * (more_saved - saved)) * config.data.batch_size
+        one, two = (_saved_bytes(loss, state, config, size) for size in (1, 2))
+    with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
+        flops = _flops(step.trace(*shapes))
     frozen = nnx.split_state(state.rest, Frozen, ...)[0]
     trained = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params, is_leaf=is_scaled))
     gradients = _gradient_bytes(config, state.params)
@@ -78,7 +73,7 @@ def describe(config: RunConfig) -> Description:
             weights=bytes_of(state.params),
             gradients=gradients,
             optimizer=bytes_of(state.opt_state),
-            activations=activations,
+            activations=(two - one) * config.data.batch_size,
         ),
     )
 
@@ -95,25 +90,6 @@ def _gradient_bytes(config: RunConfig, params: Any) -> int:
 
 def bytes_of(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _shortened(config: RunConfig) -> list[RunConfig]:
-    """Return the config with one and with two layers if all are equal, else unchanged."""
-    shape = getattr(config, "model", None)
-    if not isinstance(shape, TransformerConfig) or shape.layers <= 2 or config.precision.layers:
-        return [config]
-    shapes = [shape.model_copy(update={"layers": n}) for n in (1, 2)]
-    return [config.model_copy(update={"model": few}) for few in shapes]
-
-
-def _cost(config: RunConfig) -> tuple[float, int]:
-    """Return the FLOPs of a step, and the bytes of activations of an example."""
-    graphdef, step, shapes = abstract_step(config)
-    with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
-        flops = _flops(step.trace(*shapes))
-    loss = make_loss(graphdef, deterministic=False)
-    one, two = (_saved_bytes(loss, shapes[0], config, size) for size in (1, 2))
-    return flops, two - one
 
 
 def _saved_bytes(loss: Callable, state: TrainState, config: RunConfig, size: int) -> int:

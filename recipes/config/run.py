@@ -21,7 +21,6 @@ NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Share = Annotated[float, Strict(), Field(gt=0, lt=1)]
 Flag = Annotated[bool, Strict()]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 Policy = Literal["float32", "bfloat16", "float16", "fp8", "fp8_dynamic", "fp8_delayed", "mxfp8"]
 WideFormat = Literal["float32", "bfloat16", "float16"]
@@ -115,10 +114,8 @@ class PrecisionConfig(Section):
             raise ValueError(f"readout needs an FP8 policy, such as fp8; got policy {policy}")
         if self.readout == "gradients" and policy == "fp8_delayed":
             raise ValueError("readout gradients needs a policy without delayed scales, such as fp8")
-        if self.scalify and self.gradients:
-            raise ValueError("scalify stores gradients in its own format; set gradients null")
-        if self.scalify and self.scaled_state:
-            raise ValueError("scalify stores weights and moments itself; set both null")
+        if self.scalify and (self.gradients or self.scaled_state):
+            raise ValueError("scalify needs weights, moments and gradients null, as it stores them")
         if matmuls is not None and (matmuls == "fp8") != (self.scalify is not None):
             need = "scalify" if matmuls == "fp8" else "scalify null"
             raise ValueError(f"matmuls {matmuls} needs {need}; got scalify {self.scalify}")
@@ -275,7 +272,7 @@ class RunConfig(Section):
 
     recipe: str
     """Name of the recipe."""
-    name: Name
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run's folder: letters, digits, dot, dash and underscore."""
     seed: Whole = Field(default=0, le=2**32 - 1)
     """Seed of parameters, data order and dropout."""
@@ -300,13 +297,10 @@ class RunConfig(Section):
     @classmethod
     def upgraded(cls, tree: Any) -> Any:
         """Translate a config stored by an earlier version to today's keys."""
-        if not isinstance(tree, dict):
-            return tree
-        tree, moved = copy.deepcopy(tree), cls.moved
-        if "precision" not in tree:
-            moved = MOVED | moved
-            fp8 = (tree.get("scalify") or {}).get("products")
-            tree["precision"] = {"matmuls": "fp8"} if fp8 else {}
+        tree = copy.deepcopy(tree)
+        moved = cls.moved if "precision" in tree else MOVED | cls.moved
+        fp8 = (tree.get("scalify") or {}).get("products")
+        tree.setdefault("precision", {"matmuls": "fp8"} if fp8 else {})
         for old, new in moved.items():
             section, name = _section(tree, old)
             if new.startswith(f"{old}.") and isinstance(section.get(name), dict):
@@ -339,19 +333,16 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         optimizer, precision, mesh = self.optimizer, self.precision, self.mesh or MeshConfig()
-        warmup = optimizer.warmup_steps
-        if warmup >= self.train.steps:
-            raise ValueError(f"optimizer.warmup_steps must be below train.steps; got {warmup}")
+        steps, warmup = self.train.steps, optimizer.warmup_steps
+        if warmup >= steps:
+            raise ValueError(f"optimizer.warmup_steps {warmup} must be below train.steps {steps}")
         if precision.loss_scale == "dynamic" and optimizer.skip_nonfinite:
             raise ValueError("precision.loss_scale dynamic needs optimizer.skip_nonfinite 0")
         if precision.frozen and (getattr(self, "lora", None) is None or precision.scalify):
             raise ValueError("precision.frozen needs lora, and precision.scalify null")
-        if precision.exchange is not None and self.mesh is None:
-            raise ValueError("precision.exchange needs mesh; got mesh null; set mesh.data")
-        if precision.exchange and (mesh.fsdp * mesh.context * mesh.tensor > 1 or precision.scalify):
-            raise ValueError(
-                "precision.exchange needs mesh.fsdp, context and tensor 1, precision.scalify null"
-            )
+        by_rows = self.mesh is not None and mesh.fsdp * mesh.context * mesh.tensor == 1
+        if precision.exchange and (precision.scalify or not by_rows):
+            raise ValueError("precision.exchange needs a mesh of data alone, and scalify null")
         parts = mesh.data * mesh.fsdp * self.data.micro_batches
         if self.data.batch_size % parts:
             raise ValueError(
@@ -460,8 +451,7 @@ def describe_problems(
         in_union = parent in values and isinstance(problem["loc"][-1], str)
         merged = in_union and not entry_of(key, schema)[1]
         groups.setdefault(parent if merged else key, []).append(problem)
-    for key, group in groups.items():
-        yield _describe(key, group, schema)
+    return (_describe(key, group, schema) for key, group in groups.items())
 
 
 def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConfig]) -> str:
@@ -483,15 +473,13 @@ def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConf
     return f"{key} ({meaning}): {expected}; got {group[0]['input']!r}"
 
 
-def unknown_key(key: str, schema: type[RunConfig], takers: Sequence[str] = ()) -> str:
-    """Describe an unknown key: its new name, its constant value, its recipes or the nearest key."""
+def unknown_key(key: str, schema: type[RunConfig]) -> str:
+    """Describe an unknown key: its new name, its constant value or the nearest key."""
     new = MOVED | schema.moved | REMOVED
     if key in new:
         return f"{key} is no longer a key of the config; set {new[key]}"
     if key in schema.constants:
         return f"{key} is no longer a key of the config; it is always {schema.constants[key]}"
-    if takers:
-        return f"{key} is not a key of this recipe; recipes that have it: {', '.join(takers)}"
     fields = dict(valid_keys(schema))
     section, _, last = key.rpartition(".")
     parts = {name: name.rpartition(".") for name in fields}

@@ -51,9 +51,6 @@ ARCHITECTURES: dict[str, dict[Task | None, tuple[str, ...]]] = {
 }
 """Architecture names by model type and task (None: no head); `save` writes the first one."""
 
-DECODERS = tuple(kind for kind, tasks in ARCHITECTURES.items() if "lm" in tasks)
-ENCODERS = tuple(kind for kind in ARCHITECTURES if kind not in DECODERS)
-
 # Keys that do not change what these models compute: file names, ids, generation, dropout and other
 # training settings, execution, heads that are not loaded, and aliases.
 INERT = re.compile(
@@ -158,8 +155,8 @@ _ROPE_KEYS = {
     "beta_fast": "fast",
     "beta_slow": "slow",
 }
-_NEEDED = {"linear": {"factor"}, "yarn": {"factor"}}
-_NEEDED["llama3"] = {"factor", "low_freq_factor", "high_freq_factor"}
+_FACTORS = {"linear": {"factor"}, "yarn": {"factor"}}
+_FACTORS["llama3"] = {"factor", "low_freq_factor", "high_freq_factor"}
 
 
 def _rope(values: Mapping[str, Any], base: float, context: int, path: Path) -> RopeConfig:
@@ -169,7 +166,7 @@ def _rope(values: Mapping[str, Any], base: float, context: int, path: Path) -> R
     kind = shape.get("scaling", "default")
     if kind == "default":
         return RopeConfig(base=shape["base"])
-    if missing := _NEEDED.get(kind, set()) - given.keys():
+    if missing := _FACTORS.get(kind, set()) - given.keys():
         raise RecipeError(
             f"{path / CONFIG}: expected rope_type {kind} with {', '.join(sorted(missing))}; got "
             f"{clipped(given)}; copy the file again"
@@ -455,15 +452,15 @@ def shape_in(config: Mapping[str, Any], path: Path) -> Any:
 
 def shape_of_decoder(folder: str) -> GPTModelConfig:
     """Read the shape of the decoder in a folder, from config.json alone."""
-    return _shape_of(Path(folder), DECODERS)
+    return _shape_of(Path(folder), "lm")
 
 
 def shape_of_bert(folder: str) -> EncoderConfig:
     """Read the shape of the encoder in a folder, from config.json alone."""
-    return _shape_of(Path(folder), ENCODERS)
+    return _shape_of(Path(folder), "masked_lm")
 
 
-def _shape_of(path: Path, kinds: Collection[str]) -> Any:
+def _shape_of(path: Path, task: Task) -> Any:
     config = read_config(path)
-    model_type(config, path, kinds)
+    model_type(config, path, [kind for kind, tasks in ARCHITECTURES.items() if task in tasks])
     return shape_in(config, path)

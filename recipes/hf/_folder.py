@@ -24,7 +24,6 @@ _TEXTS = (
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
-
 _FLOAT8 = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "F8_E5M2": np.dtype(jnp.float8_e5m2)}
 FLOAT8 = tuple(_FLOAT8.values())
 

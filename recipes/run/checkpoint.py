@@ -19,6 +19,7 @@ from ..errors import RecipeError, Say, refused
 from .folder import saved_steps
 
 Facts = dict[str, Any]
+"""A JSON object."""
 
 
 class Restored(NamedTuple):
@@ -41,8 +42,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=not read_only, read_only=read_only
         )
-        todo = "free space or change permissions"
-        with refused(f"train.runs_dir: cannot use {self._folder}", todo):
+        with refused(f"train.runs_dir: cannot use {self._folder}", "change its permissions"):
             if not read_only:
                 self._folder.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(self._folder, options=options)
@@ -125,11 +125,13 @@ class Checkpoints:
                     self._manager.reload()
                     damage += f"; moved it to {aside}"
                 say(f"{damage}; trying the one before")
-        if steps:
-            todo = "restore one from a backup, or train again with --fresh"
-            all_damaged = f"every checkpoint in {self._folder} was damaged (steps {steps})"
-            raise RecipeError(f"{all_damaged}; {todo}", exit_code=1)
-        return None
+        if not steps:
+            return None
+        raise RecipeError(
+            f"every checkpoint in {self._folder} was damaged (steps {steps}); restore one from a "
+            "backup, or train again with --fresh",
+            exit_code=1,
+        )
 
     def close(self) -> None:
         with contextlib.suppress(RecipeError):

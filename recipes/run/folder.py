@@ -52,8 +52,7 @@ def similar(path: Path, *folders: Path) -> str:
     """Suggest a path like one that does not exist, or how to download a model; "" if neither."""
     near = [found for folder in (path.parent, *folders) for found in folder.glob("[!.]*")]
     names = [found.name for found in near if found.suffix == ".yaml" or found.is_dir()]
-    cutoff = 0.0 if path.parent.name == "runs" else 0.5
-    if close := difflib.get_close_matches(path.name, names, 1, cutoff):
+    if close := difflib.get_close_matches(path.name, names, 1, 0.5):
         return f"; did you mean {path.parent / close[0]}?"
     if len(path.parts) != 2 or path.suffix == ".yaml" or path.parts[0] in ("runs", "configs"):
         return ""
@@ -75,7 +74,6 @@ def locked(config: RunConfig) -> Iterator[None]:
     lock = filelock.FileLock(path, blocking=False)
     with _writing(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # for a clearer error than that of the lock
         try:
             lock.acquire()
         except filelock.Timeout:
@@ -112,7 +110,7 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
                     todo += f"; to train longer, set another name, and init={folder}"
                 raise _other_config(folder, changed, todo)
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / CONFIG, dump_config(config))
+        write_whole(folder / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
     return folder
 
 
@@ -153,12 +151,11 @@ def with_kept_scan(config: Config) -> Config:
     model: Any = getattr(config, "model", None)
     if model.scan != "auto":
         return config
-    scan = False if config.precision.layers else "auto"
-    folder = run_folder(config)
-    with contextlib.suppress(RecipeError):  # of a folder that another command will refuse
-        kept: Any = written_config(folder, type(config)) if is_run(folder) else config
+    scan, folder = False if config.precision.layers else "auto", run_folder(config)
+    with contextlib.suppress(RecipeError):  # the folder is not that of such a run
+        kept: Any = written_config(folder, type(config))
         if kept.model.model_copy(update={"scan": "auto"}) == model:
-            scan = kept.model.scan if kept is not config else scan
+            scan = kept.model.scan
     return config.model_copy(update={"model": model.model_copy(update={"scan": scan})})
 
 
@@ -179,12 +176,11 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
     path = folder / CONFIG
     try:
         tree = yaml.safe_load(path.read_text("utf-8"))
-        wanted = get_args(kind.model_fields["recipe"].annotation)
-        found = tree.get("recipe", "gpt") if isinstance(tree, dict) else None
-        if found is not None and wanted and found not in wanted:
-            raise RecipeError(
-                f"{path}: expected a run of recipe {' or '.join(wanted)}; got one of {found}"
-            )
+        if not isinstance(tree, dict):
+            raise ValueError("no mapping of keys")
+        found, wanted = tree.get("recipe", "gpt"), get_args(kind.model_fields["recipe"].annotation)
+        if wanted and found not in wanted:
+            raise RecipeError(f"{path}: expected a run of recipe {wanted[0]}; got one of {found}")
         return kind.model_validate(kind.upgraded(tree))
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise RecipeError(
@@ -194,10 +190,9 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
 
 
 def other_data(folder: Path) -> RecipeError:
-    return RecipeError(
-        f"data: it is not what {folder} was trained on (another Python version, or changed files); "
-        "restore the files, change name, or pass --fresh"
-    )
+    why = "another Python version, or changed files"
+    todo = "restore the files, change name, or pass --fresh"
+    return RecipeError(f"data: it is not what {folder} was trained on ({why}); {todo}")
 
 
 def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
@@ -211,10 +206,6 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         name = prefix + key
         flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
-
-
-def dump_config(config: RunConfig) -> str:
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
 
 class Logger(NamedTuple):
@@ -248,7 +239,10 @@ class Metrics:
             opened.close()
 
 
-def open_metrics(config: RunConfig, folder: Path, resume_step: int) -> Metrics:
+def open_metrics(config: RunConfig, folder: Path | None, resume_step: int) -> Metrics:
+    """Open the metrics of a run whose next step is `resume_step`; without a folder, write none."""
+    if folder is None:
+        return Metrics(None)
     name, logger = config.train.logger, None
     try:
         if name == "tensorboard":

@@ -107,11 +107,9 @@ class StopRequest(contextlib.ExitStack):
 def open_mesh(config: RunConfig) -> Mesh | None:
     """Make a config's mesh over all devices; return None for a single device."""
     if config.mesh is None:
-        if jax.process_count() > 1:
-            raise RecipeError(
-                f"mesh: expected a mesh of the {jax.device_count()} devices of all "
-                f"{jax.process_count()} processes; got null; set mesh.data={jax.device_count()}"
-            )
+        if (count := jax.process_count()) > 1:
+            what = f"mesh: expected the {jax.device_count()} devices of {count} processes"
+            raise RecipeError(f"{what}; got null; set mesh.data={jax.device_count()}")
         return None
     try:
         return make_mesh(config.mesh.model_dump())
@@ -152,7 +150,7 @@ def over(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def divided(batch: Any, mesh: Mesh | None) -> Any:
-    """Return the loss's arguments with sharding constraints, in a compiled function."""
+    """In a compiled function, return the loss's arguments with sharding constraints."""
     if mesh is None:
         return batch
     inputs, rows = loss_inputs(batch), batch_axes(mesh)

@@ -76,7 +76,7 @@ def test_tuned_in_fp8(tmp_path: Path, capsys: Captured) -> None:
 
 def test_generation_from_a_folder(tmp_path: Path, capsys: Captured) -> None:
     init = one_layer(copied("gpt2", tmp_path))
-    command = ["generate", str(init), "--prompt", "The scale", "--tokens", "6", "--stream"]
+    command = ["generate", str(init), "--prompt", "The scale", "--tokens", "6"]
     assert main([*command, "--temperature", "0"]) == 0
     text = capsys.readouterr().out.removesuffix("\n")
     tokenizer = SubwordTokenizer.read(init / "tokenizer.json")

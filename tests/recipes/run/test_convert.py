@@ -216,11 +216,11 @@ def test_it_begins_where_the_run_ended_and_goes_on_without_it(make_config: MakeC
 def test_the_shape_need_not_be_said_again_and_formats_may_be_others(
     make_config: MakeConfig,
 ) -> None:
-    shape = ("model.width=24", "model.layers=2", "model.positions=learned", "model.context=32")
+    shape = ("model.layers=2", "model.positions=learned", "model.context=32")
     folder, expected = kept(make_config(*OURS, *shape))
     words = (f"init={folder}", "name=next", "model={}", "optimizer.umup=true")
     config = make_config(*words, "precision.policy=fp8_delayed")
-    assert (config.model.width, config.model.layers, config.model.context) == (24, 2, 32)
+    assert (config.model.width, config.model.layers, config.model.context) == (16, 2, 32)
     assert (config.model.library, config.model.dropout) == ("unitscale", 0.0)
     assert make_config(*words, "model.dropout=0.2").model.dropout == 0.2
     found = weights(build(config))
