@@ -58,8 +58,9 @@ def train(
     --coordinator, --processes and --process, or the environment variables JAX_COORDINATOR_ADDRESS,
     JAX_NUM_PROCESSES and JAX_PROCESS_ID, or --distributed.
     """
-    options = coordinator, processes, process, distributed, heartbeat
-    _train(load_config(config, overrides or ()), fresh, convert, *options)
+    options: Any = {"detect": distributed, "heartbeat": heartbeat}
+    options |= {"coordinator": coordinator, "processes": processes, "process": process}
+    _train(load_config(config, overrides or ()), fresh, convert, **options)
 
 
 @app.command()
@@ -73,13 +74,13 @@ def finetune(
     _train(settings, fresh, convert)
 
 
-def _train(settings: RunConfig, fresh: bool, convert: bool, *processes: Any) -> None:
+def _train(settings: RunConfig, fresh: bool, convert: bool, **processes: Any) -> None:
     try:
         # Imported late, because it imports JAX: a wrong config is reported without that delay.
         from .run.processes import joined
         from .train import train as train_run
 
-        with joined(*processes):
+        with joined(**processes):
             outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
     except KeyboardInterrupt:  # outside of the training loop, which handles signals itself
         *_, step = 0, *saved_steps(run_folder(settings))

@@ -41,8 +41,6 @@ class Description(NamedTuple):
     trained: int
     flops: float
     """FLOPs of forward pass, backward pass and update, with all iterations of scans."""
-    attention: tuple[str, ...]
-    """The implementations that `ops.dot_product_attention` chooses, and why."""
     total: Bytes
 
 
@@ -51,13 +49,10 @@ def describe(config: RunConfig) -> Description:
     config = config.resumed  # shapes follow from the config: do not read the weights in `init`
     graphdef, step, shapes = abstract_step(config)
     state, loss = shapes[0], make_loss(graphdef, deterministic=False)
-    with attention_paths() as taken:
-        one, two = (_saved_bytes(loss, state, config, size) for size in (1, 2))
+    one, two = (_saved_bytes(loss, state, config, size) for size in (1, 2))
     with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
         flops = _flops(step.trace(*shapes))
     frozen = nnx.split_state(state.rest, Frozen, ...)[0]
-    trained = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params, is_leaf=is_scaled))
-    gradients = _gradient_bytes(config, state.params)
     parameters: dict[str, int] = {}
     for tree in (state.params, frozen):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
@@ -65,13 +60,12 @@ def describe(config: RunConfig) -> Description:
             parameters[part] = parameters.get(part, 0) + math.prod(leaf.shape)
     return Description(
         parameters=parameters,
-        trained=trained,
+        trained=sum(x.size for x in jax.tree.leaves(state.params, is_leaf=is_scaled)),
         flops=flops,
-        attention=tuple(dict.fromkeys(f"{path.implementation}: {path.reason}" for path in taken)),
         total=Bytes(
             frozen=bytes_of(frozen),
             weights=bytes_of(state.params),
-            gradients=gradients,
+            gradients=_gradient_bytes(config, state.params),
             optimizer=bytes_of(state.opt_state),
             activations=(two - one) * config.data.batch_size,
         ),
@@ -144,12 +138,10 @@ def report(config: RunConfig) -> Iterator[str]:
     if facts.trained != count:
         yield f"trained       {facts.trained:>22,}"
     yield f"step          {data.step_size:>22,} {data.step_unit} in {data.batch_size} examples"
-    each = facts.flops / data.step_size
-    yield f"FLOPs a step  {facts.flops:>22.4g}, {each:.4g} for each of the {data.step_unit}"
+    each = f"{facts.flops / data.step_size:.4g} for each of the {data.step_unit}"
+    yield f"FLOPs a step  {facts.flops:>22.4g}, {each}"
     yield "bytes of a step, on all devices"
     for name, count in (*facts.total._asdict().items(), ("in all", sum(facts.total))):
         if count:
             note = ", at most: before XLA fuses" if name == "activations" else ""
             yield f"  {name:<12}{count:>22,} bytes{note}"
-    for line in facts.attention:
-        yield f"attention     {line}"

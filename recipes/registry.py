@@ -75,10 +75,8 @@ def _file(path: Path) -> Path:
 
 def _read(path: Path) -> DictConfig:
     if not path.exists():
-        near = similar(path, _file(path.parent))
-        raise RecipeError(
-            f"config file {path} does not exist; give a YAML file, or a folder with a model{near}"
-        )
+        todo = "give a YAML file, or a folder with a model" + similar(path, _file(path.parent))
+        raise RecipeError(f"config file {path} does not exist; {todo}")
     if path.is_dir():
         todo = f"give {path / CONFIG}" if is_run(path) else "give the path of one"
         raise RecipeError(f"config file: expected a YAML file; got {path}, a folder; {todo}")

@@ -5,7 +5,6 @@ finite, the compiled step leaves the state as it is, so that the loop can find t
 """
 
 import contextlib
-import json
 import math
 import statistics
 import time
@@ -58,20 +57,14 @@ def train(
         if processes.is_first():
             held.enter_context(runs.locked(config))
             runs.open_run(config, fresh=fresh, convert=convert)
-        if told := _finished(config, data):
-            lines = f"all {config.train.steps} steps are done", *told["said"]
-            console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
-            return Outcome._make((runs.run_folder(config), *told["outcome"], None))
         run = _Run(config, data, console)
         try:
             return run.train()
         except OSError as error:
-            safe = run.checkpoints.what_is_safe
-            raise RecipeError(
-                f"cannot write to {run.folder}: {error.strerror or error}; {safe}; free space or "
-                "change permissions, then run the same command again",
-                exit_code=1,
-            ) from error
+            what = f"cannot write to {run.folder}: {error.strerror or error}"
+            todo = "free space or change permissions, then run the same command again"
+            told = f"{what}; {run.checkpoints.what_is_safe}; {todo}"
+            raise RecipeError(told, exit_code=1) from error
         finally:
             if jax.process_count() == 1:  # otherwise closing may wait for a process that is gone
                 run.checkpoints.close()
@@ -172,8 +165,7 @@ class _Run:
             self.clock = done, time.perf_counter()
 
     def log(self, done: int, values: dict[str, Any]) -> None:
-        data = self.config.data
-        loss = float(values["loss"])
+        data, loss = self.config.data, float(values["loss"])
         since, clock = self.clock
         speed = (done - since) * data.step_size / (time.perf_counter() - clock)
         timed = done > self.start + 1
@@ -227,11 +219,9 @@ class _Run:
         )
 
     def ruined(self, what: str) -> RecipeError:
-        return RecipeError(
-            f"{what}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, set "
-            "optimizer.clip_norm, or choose a policy of wider range, and start again with --fresh",
-            exit_code=1,
-        )
+        todo = "lower optimizer.learning_rate, set optimizer.clip_norm or a policy of wider range"
+        safe = self.checkpoints.what_is_safe
+        return RecipeError(f"{what}; {safe}; {todo}, and start again with --fresh", exit_code=1)
 
     def model(self) -> Any:
         """Return the model, with its parameters gathered from all processes."""
@@ -262,28 +252,12 @@ class _Run:
             f"rms.png), metrics and checkpoints are in {self.folder}"
         )
         self.say("\n".join(said))
-        told = {"outcome": (step, validation, scores), "said": said}
-        write_json(self.folder / runs.OUTCOME, told | _depends_on(config, self.data))
         return Outcome(self.folder, step, validation, scores, None)
 
 
 @jax.jit
 def _is_finite(arrays: list[jax.Array]) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in arrays]))
-
-
-def _depends_on(config: RunConfig, data: Data) -> dict[str, Any]:
-    return {"config": config.model_dump(mode="json"), "data": data.digest}
-
-
-def _finished(config: RunConfig, data: Data) -> dict[str, Any] | None:
-    """Read the outcome of a run that has taken all its steps, and the lines that it printed."""
-    folder = runs.run_folder(config)
-    path, ended = folder / runs.OUTCOME, runs.saved_steps(folder)[-1:] == [config.train.steps]
-    if jax.process_count() > 1 or not ended or not path.exists():
-        return None
-    told = json.loads(path.read_text("utf-8"))
-    return told if told.items() >= _depends_on(config, data).items() else None
 
 
 def save_scores(folder: Path, scores: dict[str, float], say: Say) -> None:

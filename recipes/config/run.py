@@ -350,22 +350,17 @@ class RunConfig(Section):
                 f"{parts} and {self.data.batch_size}; change one of them"
             )
         if mesh.context > 1 and (self.sequence is None or self.sequence % mesh.context):
-            raise ValueError(
-                "mesh.context must divide data.sequence_length of recipes gpt and bert; got "
-                f"{mesh.context} and {self.sequence}"
-            )
+            got = f"got {mesh.context} and {self.sequence}"
+            raise ValueError(f"mesh.context must divide data.sequence_length (gpt, bert); {got}")
         # Recipe finetune has no `library`: its `init` decides.
         library = getattr(getattr(self, "model", None), "library", None)
         if library == "plain" and ("fp8" in precision.policy or optimizer.umup):
-            raise ValueError(
-                "an FP8 precision.policy and optimizer.umup need a unitscale model; got a plain "
-                "one; set optimizer.umup false, and precision.matmuls in place of an FP8 policy"
-            )
+            raise ValueError("plain models need optimizer.umup false and no FP8 precision.policy")
         plain = library != "unitscale" and self.converts
         if (precision.scalify or precision.matmuls) and not plain:
             raise ValueError(
-                "precision.scalify and precision.matmuls are for plain models of recipes gpt, "
-                "images and finetune; set both null, and precision.policy instead"
+                "precision.scalify and precision.matmuls need a plain model of recipe gpt, images "
+                "or finetune; set precision.policy instead"
             )
         if library and precision.scalify and precision.policy != "float32":
             raise ValueError(f"precision.scalify needs policy float32; got {precision.policy}")

@@ -74,10 +74,8 @@ def model_type(
     """Return the model type of a config.json; refuse unsupported types and custom model code."""
     kind: Any = config.get("model_type")
     if kind not in kinds:
-        raise RecipeError(
-            f"{path / CONFIG}: expected model_type {', '.join(kinds)}; got {kind!r}; give the "
-            "folder of a supported model"
-        )
+        what = f"{path / CONFIG}: expected model_type {', '.join(kinds)}"
+        raise RecipeError(f"{what}; got {kind!r}; give the folder of a supported model")
     # Custom code may compute something else under a standard name: MosaicBERT is "BertForMaskedLM"
     # with ALiBi. Custom tokenizers are fine, because tokenizer.json is read instead.
     if {**(config.get("auto_map") or {})}.keys() - {"AutoTokenizer"}:
@@ -167,10 +165,8 @@ def _rope(values: Mapping[str, Any], base: float, context: int, path: Path) -> R
     if kind == "default":
         return RopeConfig(base=shape["base"])
     if missing := _FACTORS.get(kind, set()) - given.keys():
-        raise RecipeError(
-            f"{path / CONFIG}: expected rope_type {kind} with {', '.join(sorted(missing))}; got "
-            f"{clipped(given)}; copy the file again"
-        )
+        what = f"{path / CONFIG}: expected rope_type {kind} with {', '.join(sorted(missing))}"
+        raise RecipeError(f"{what}; got {clipped(given)}; copy the file again")
     if kind != "linear":
         shape.setdefault("context", context)
     if kind != "yarn":
@@ -186,9 +182,8 @@ def _ropes(
     """Read the RoPE of global and local layers, with the default bases `whole` and `local`."""
     kinds = {"full_attention": ("rope", whole), "sliding_attention": ("local_rope", local)}
     if extra := given.keys() - kinds.keys():
-        raise RecipeError(
-            f"{path / CONFIG}: rope_parameters: expected {' and '.join(kinds)}; got {min(extra)}"
-        )
+        what = f"{path / CONFIG}: rope_parameters: expected {' and '.join(kinds)}"
+        raise RecipeError(f"{what}; got {min(extra)}")
     return {
         name: _rope(given.get(kind) or {}, base, context, path)
         for kind, (name, base) in kinds.items()
@@ -200,10 +195,8 @@ def _local_layers(
 ) -> tuple[int, ...]:
     """Return the indices of local layers, from `layer_types` or the model's `usual` pattern."""
     if types is not None and len(types) != len(usual):
-        raise RecipeError(
-            f"{path / CONFIG}: expected layer_types of {len(usual)} layers; got {len(types)}; "
-            "correct the file"
-        )
+        what = f"{path / CONFIG}: expected layer_types of {len(usual)} layers"
+        raise RecipeError(f"{what}; got {len(types)}; correct the file")
     local = usual if types is None else [kind == "sliding_attention" for kind in types]
     return tuple(index for index, is_local in enumerate(local) if is_local)
 

@@ -98,10 +98,8 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarra
                     found[name] = array.reshape(raw["shape"])
         return metadata, dict(sorted(found.items()))
     except (OSError, SafetensorError, AttributeError, TypeError) as error:
-        raise RecipeError(
-            f"{path}: expected a safetensors file of types such as F32, F16 and BF16; got "
-            f"{error}; copy the file again, or convert it"
-        ) from error
+        what = f"{path}: expected a safetensors file of types such as F32, F16 and BF16"
+        raise RecipeError(f"{what}; got {error}; copy it again, or convert it") from error
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:

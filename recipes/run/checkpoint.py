@@ -19,7 +19,6 @@ from ..errors import RecipeError, Say, refused
 from .folder import saved_steps
 
 Facts = dict[str, Any]
-"""A JSON object."""
 
 
 class Restored(NamedTuple):
@@ -127,11 +126,8 @@ class Checkpoints:
                 say(f"{damage}; trying the one before")
         if not steps:
             return None
-        raise RecipeError(
-            f"every checkpoint in {self._folder} was damaged (steps {steps}); restore one from a "
-            "backup, or train again with --fresh",
-            exit_code=1,
-        )
+        what = f"every checkpoint in {self._folder} was damaged (steps {steps})"
+        raise RecipeError(f"{what}; restore a backup, or train with --fresh", exit_code=1)
 
     def close(self) -> None:
         with contextlib.suppress(RecipeError):
@@ -153,11 +149,9 @@ class Checkpoints:
         for name in sorted(wanted.keys() | shapes.keys()):
             expected = _shape(wanted[name]) if name in wanted else "nothing"
             if (found := shapes.get(name, "nothing")) != expected:
-                raise RecipeError(
-                    f"the checkpoint of step {step} in {self._folder} is of another model: for "
-                    f"{name} expected {expected}; got {found}; use the config and the version "
-                    "that wrote it, or --fresh"
-                )
+                what = f"the checkpoint of step {step} in {self._folder} is of another model"
+                todo = "use the config and the version that wrote it, or --fresh"
+                raise RecipeError(f"{what}: for {name} expected {expected}; got {found}; {todo}")
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
         with ocp.StandardCheckpointer() as reader:
             arrays = reader.restore(folder / "state", abstract)

@@ -26,17 +26,12 @@ ROWS = "rows.jsonl"
 """File name of the results in a sweep's folder."""
 SCORES = "scores.json"
 """File name of the scores in a run's folder."""
-OUTCOME = "outcome.json"
-"""File name of what a finished run printed, and of what that depends on."""
 
 # Keys that may change when a run is resumed, because they do not affect its state.
 _FREE = (
-    "sweep.",
-    *(f"train.{key}" for key in ("runs_dir", "logger", "eval_", "checkpoint_every", "keep")),
-    "train.sample_",
-    "data.cache_dir",
+    *("sweep.", "train.runs_dir", "data.cache_dir", "model.attention_implementation"),
+    *(f"train.{key}" for key in ("logger", "eval_", "checkpoint_every", "keep", "sample_")),
     *(f"mesh.{axis}" for axis in ("data", "fsdp", "context", "tensor")),
-    "model.attention_implementation",
 )
 
 
@@ -183,10 +178,9 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
             raise RecipeError(f"{path}: expected a run of recipe {wanted[0]}; got one of {found}")
         return kind.model_validate(kind.upgraded(tree))
     except (OSError, yaml.YAMLError, ValueError) as error:
-        raise RecipeError(
-            f"{path}: expected the config of a run of {kind.__name__}; got: {error}; give the "
-            "folder of such a run, or move this one aside with --fresh"
-        ) from error
+        todo = "give the folder of such a run, or move this one aside with --fresh"
+        what = f"{path}: expected the config of a run of {kind.__name__}"
+        raise RecipeError(f"{what}; got: {error}; {todo}") from error
 
 
 def other_data(folder: Path) -> RecipeError:

@@ -266,10 +266,7 @@ def merged(config: RunConfig, graphdef: nnx.GraphDef, state: TrainState) -> Any:
 def build_model(config: RunConfig) -> nnx.Module:
     """Build the model of a config, and set the policies of single layers."""
     model = recipe_of(config).build(config)
-    try:
-        nn.set_policies(model, config.precision.layers)
-    except ValueError as error:
-        raise RecipeError(f"precision.layers: {error}") from error
+    nn.set_policies(model, config.precision.layers)
     return model
 
 

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -408,27 +409,23 @@ def dropped(part: str) -> Callable[[Path], None]:
 # how an adapter is damaged, and what the message has to name
 DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: (f / CONFIG).unlink(), rf"got one without {CONFIG}"),
-    (lambda f: (f / CONFIG).write_text("[]"), rf"{CONFIG}: .*; got list"),
     (lambda f: (f / WEIGHTS).unlink(), rf"expected {WEIGHTS}; got no such file"),
-    (lambda f: (f / WEIGHTS).write_bytes(b"x"), rf"{WEIGHTS}: expected a safetensors file"),
     (lambda f: change(f, peft_type="IA3"), rf"{CONFIG}: peft_type: .*got 'IA3'"),
-    (lambda f: change(f, use_dora=True), rf"{CONFIG}: use_dora: "),
     (lambda f: change(f, alpha_pattern={"q_proj": 3}), r"alpha_pattern: .*got {'q_proj': 3}"),
     (lambda f: change(f, init_lora_weights="pissa"), r"init_lora_weights: .*got 'pissa'"),
     (lambda f: change(f, r=4), r"q_proj .*'A': \(16, 4\).* got .*'A': \(16, 2\)"),
     (renamed("q_proj", "qkv_proj"), r"linear layers .*self_attn\.q_proj; got .*qkv_proj"),
-    (renamed("layers.1.", "layers.7."), r"got .*layers\.7\."),
     (renamed("v_proj", "o_proj"), r"o_proj .*'A': \(24, 2\)"),
     (dropped(QUERY.format("A")), r"layers\.0\.self_attn\.q_proj .* got {'B'"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGED)
-def test_damaged_adapters(damage: Any, message: str, adapter: Path) -> None:
-    damage(adapter)
-    with pytest.raises(RecipeError, match=message) as caught:
-        start_from(updated("llama3"), LORAS["llama3"], adapter)
-    assert str(adapter) in str(caught.value)
+def test_damaged_adapters(adapter: Path, tmp_path: Path) -> None:
+    for number, (damage, message) in enumerate(DAMAGED):
+        damage(folder := Path(shutil.copytree(adapter, tmp_path / str(number))))
+        with pytest.raises(RecipeError, match=message) as caught:
+            start_from(updated("llama3"), LORAS["llama3"], folder)
+        assert str(folder) in str(caught.value)
 
 
 def test_adapters_of_other_configs(adapter: Path) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from recipes import train as train_module
 from recipes.bert.task import build as build_bert, load_data as load_bert_data
 from recipes.config import TOKENIZER_FILE, RunConfig
 from recipes.errors import RecipeError
@@ -140,7 +139,7 @@ def test_a_float32_run_goes_on_in_fp8_and_back(make_config: MakeConfig) -> None:
 
     few = ("precision.policy=fp8", *FORMATS["6 bytes"])
     expected, _ = go_on()
-    folder = train_module.open_run(make_config(*OURS)) / "checkpoints"
+    folder = open_run(make_config(*OURS)) / "checkpoints"
     whole = folder.with_name("whole")
     shutil.move(folder / "6", whole)
     with pytest.raises(

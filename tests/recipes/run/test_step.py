@@ -9,10 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-from recipes import train as train_module
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
+from recipes.run import processes
 from recipes.run.processes import divided, on_mesh, open_mesh, over, place, place_batch, whole
 from recipes.run.state import TrainState, init_state
 from recipes.run.step import make_evaluation, make_loss, make_train_step
@@ -264,7 +264,7 @@ def test_a_run_on_a_mesh_is_that_of_one_device_and_resumes(
     many = loss_of(make_config(WIDER, "name=many", MESH))
     assert many == pytest.approx(one, rel=1e-5)
     config = make_config(WIDER, "name=halves", MESH)
-    batches, real = [], train_module.place_batch
+    batches, real = [], processes.place_batch
 
     def stop_after_four(batch, mesh):
         batches.append(batch)
@@ -272,10 +272,10 @@ def test_a_run_on_a_mesh_is_that_of_one_device_and_resumes(
             raise KeyboardInterrupt
         return real(batch, mesh)
 
-    monkeypatch.setattr(train_module, "place_batch", stop_after_four)
+    monkeypatch.setattr(processes, "place_batch", stop_after_four)
     with pytest.raises(KeyboardInterrupt):
         loss_of(config)
-    monkeypatch.setattr(train_module, "place_batch", real)
+    monkeypatch.setattr(processes, "place_batch", real)
     assert loss_of(config) == many
 
 
@@ -337,7 +337,7 @@ def test_activations_lie_where_the_batch_does(make_config: MakeConfig) -> None:
 
 def test_a_mesh_fits_its_devices_and_config(make_config: MakeConfig) -> None:
     count = len(jax.devices())
-    with pytest.raises(RecipeError, match=rf"mesh: .*tensor 3 = 3 and {count} devices"):
+    with pytest.raises(ValueError, match=rf"tensor 3 = 3 and {count} devices"):
         open_mesh(make_config("mesh={tensor: 3}"))
     with pytest.raises(RecipeError, match=r"mesh\.data \* mesh\.fsdp must divide data\.batch_size"):
         make_config("mesh={data: 8}")

@@ -165,14 +165,6 @@ def test_the_best_rate_counts_and_the_mean_over_seeds(tmp_path) -> None:
     assert " | ".join(["kind=rnn", *cells]) in table
 
 
-def test_a_grid_without_formats_or_rows_has_a_table(tmp_path) -> None:
-    points = make_points(config({"model.width": [8, 16]}))
-    report(points, tmp_path)
-    append_row(tmp_path, Row(points[0].settings, 0.5, 0, 2.0))
-    report(points, tmp_path)
-    assert "width=8 | 2.0000 at 0.5" in (tmp_path / "results.md").read_text()
-
-
 NORMS = ["pre", "post", "none"]
 GRID = {"grid": {"model.norm": NORMS}, "rates": 3, "rounds": 2}
 QUIET = Console(quiet=True)
