@@ -31,7 +31,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
 ]
 Fresh = Annotated[bool, typer.Option(help="start anew; rename an earlier folder of this name")]
-Convert = Annotated[bool, typer.Option(help="resume in other number formats, as configured")]
+Convert = Annotated[bool, typer.Option(help="resume in the number formats of the config")]
 
 
 @app.command()
@@ -46,10 +46,10 @@ def train(
     processes: Annotated[int | None, typer.Option(min=1, help="number of processes")] = None,
     process: Annotated[int | None, typer.Option(min=0, help="index of this process")] = None,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="detect these three: Slurm, Open MPI, ...")
+        bool, typer.Option("--distributed", help="read these three from Slurm, Open MPI, ...")
     ] = False,
     heartbeat: Annotated[
-        int, typer.Option(min=1, help="seconds after which a silent process counts as lost")
+        int, typer.Option(min=1, help="seconds of silence after which a process is lost")
     ] = 100,
 ) -> None:
     """Train a model, or resume the same run from its newest checkpoint.
@@ -67,7 +67,7 @@ def train(
 def finetune(
     config: ConfigPath, overrides: Overrides = None, fresh: Fresh = False, convert: Convert = False
 ) -> None:
-    """Fine-tune a pretrained model on a task and score it: like train, but init is required."""
+    """Fine-tune a pretrained model on a task and score it: as train, but init must be set."""
     settings = load_config(config, overrides or ())
     if not getattr(settings, "init", None):
         raise RecipeError(f"init: expected a model to tune; got none in {config}; set init=FOLDER")
@@ -99,7 +99,7 @@ def sweep(
     jobs: Annotated[int, typer.Option(min=1, help="points trained at the same time")] = 1,
     fresh: Fresh = False,
 ) -> None:
-    """Search the best learning rate at every point of a grid; rerun to continue."""
+    """Find the best learning rate at every point of a grid; rerun to continue."""
     overrides = [word for word in words if "=" in word]
     configs = [load_config(word, overrides) for word in words if "=" not in word]
     if not configs:
@@ -112,7 +112,7 @@ def sweep(
 
 @app.command()
 def evaluate(config: ModelPath, overrides: Overrides = None) -> None:
-    """Print a trained model's validation loss, over all whole batches, and its scores."""
+    """Print a trained model's scores, and its loss over all validation batches."""
     settings = _settings(config, overrides)
     from .trained import evaluate as evaluate_run
 
@@ -129,7 +129,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="sample the k likeliest only")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the sampling")] = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", help="answer the prompt, in the folder's chat template")
+        bool, typer.Option("--chat", help="format the prompt with the folder's chat template")
     ] = False,
     adapter: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="a LoRA adapter to add to a folder's model")
@@ -138,8 +138,7 @@ def generate(
     """Continue a prompt with a trained model, or with a decoder in a Hugging Face folder."""
     if not Path(config).is_dir() or is_run(config):
         if chat or adapter is not None:
-            option = "--chat" if chat else "--adapter"
-            raise RecipeError(f"{option}: expected a Hugging Face folder; got {config}; omit it")
+            raise RecipeError(f"--chat, --adapter: expected a Hugging Face folder; got {config}")
         settings = _settings(config, overrides)
         from .trained import open_run
 
@@ -178,7 +177,7 @@ def export(
     overrides: Overrides = None,
     fp8: Annotated[
         Literal["tensor", "channel", "block"] | None,
-        typer.Option(help="write a Hugging Face decoder with FP8 weights, one scale for each"),
+        typer.Option(help="write a decoder in FP8, with a scale per tensor, channel or block"),
     ] = None,
 ) -> None:
     """Write the arrays of a trained model to a safetensors file.
@@ -193,7 +192,6 @@ def export(
         typer.echo(export_run(settings, path, _warn))
         return
     _save(path, config, fp8=fp8)
-    typer.echo(f"{config} with FP8 weights is in {path}")
 
 
 def _save(path: Path, folder: str, adapter: str | None = None, fp8: Any = None) -> None:
@@ -202,6 +200,7 @@ def _save(path: Path, folder: str, adapter: str | None = None, fp8: Any = None) 
     if path.exists():
         raise RecipeError(f"OUTPUT: expected a new folder; got {path}, which exists; name another")
     save(load(folder, "lm", adapter=adapter), path, fp8=fp8)
+    typer.echo(f"the model is in {path}")
 
 
 @app.command()
@@ -212,7 +211,6 @@ def merge(
 ) -> None:
     """Add a LoRA adapter to a Hugging Face model, and write the result to a new folder."""
     _save(path, folder, adapter)
-    typer.echo(f"{folder} with {adapter} is in {path}")
 
 
 bench = typer.Typer(help="Measure the figures of README.md and results.", no_args_is_help=True)

@@ -60,7 +60,7 @@ def open_folder(folder: str, adapter: str | None = None) -> Writer:
 def export(config: RunConfig, path: Path, say: Say) -> str:
     """Write the arrays of a run to a new safetensors file."""
     if path.suffix != ".safetensors" or path.exists():
-        raise RecipeError(f"FILE: expected a new file ending in .safetensors; got {path}")
+        raise RecipeError(f"OUTPUT: expected a new file ending in .safetensors; got {path}")
     model = merged(config, *load_trained(config, say))
     return f"{save_tensors(model, path):,} arrays of {config.name} are in {path}"
 

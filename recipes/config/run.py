@@ -77,7 +77,7 @@ class PrecisionConfig(Section):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of stored weights and moments."""
     min_size: Whole = 0
-    """Parameters with fewer elements, and their moments, stay in float32."""
+    """Parameters with fewer elements than this, and their moments, stay in float32."""
     frozen: NarrowFormat | None = None
     """Storage format of weights that LoRA freezes, scaled per output; null for the policy's."""
     exchange: Format | None = None
@@ -190,7 +190,7 @@ class TrainConfig(Section):
     eval_every: Count = 200
     """Steps between validation losses."""
     eval_batches: Count = 16
-    """Most batches per validation loss during training."""
+    """Largest number of batches per validation loss during training."""
     checkpoint_every: Count = 200
     """Steps between checkpoints."""
     keep: Count = 2
@@ -249,7 +249,7 @@ class SweepConfig(Section):
     rates: Annotated[int, Strict(), Field(ge=3)] = 5
     """Number of learning rates to train at once."""
     rounds: Count = 3
-    """Most rounds of the search; a round extends the rates if the best one is at an end."""
+    """Largest number of rounds; another follows if the best rate is the lowest or the highest."""
     when: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
     """Keys to set by condition, such as `model.library=plain seed=0`; null skips such points."""
 
@@ -355,7 +355,8 @@ class RunConfig(Section):
         # Recipe finetune has no `library`: its `init` decides.
         library = getattr(getattr(self, "model", None), "library", None)
         if library == "plain" and ("fp8" in precision.policy or optimizer.umup):
-            raise ValueError("plain models need optimizer.umup false and no FP8 precision.policy")
+            what = "plain models need optimizer.umup false"
+            raise ValueError(f"{what}, and precision.matmuls in place of an FP8 precision.policy")
         plain = library != "unitscale" and self.converts
         if (precision.scalify or precision.matmuls) and not plain:
             raise ValueError(
@@ -368,7 +369,7 @@ class RunConfig(Section):
 
 
 def _section(tree: dict[str, Any], key: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
-    """Return the section of a dotted key, {} if it is missing, and the key's last part."""
+    """Return the section that holds a dotted key, {} if it is missing, and the key's last part."""
     *sections, name = key.split(".")
     for section in sections:
         inner = tree.get(section)

@@ -58,7 +58,7 @@ def dequantize(folder: Folder) -> Folder:
 def _scaled(
     path: Path, name: str, weight: np.ndarray, scale: np.ndarray, scheme: Mapping[str, Any]
 ) -> ScaledArray:
-    """Return a ScaledArray of an FP8 weight, for the kind of scale that the shape tells."""
+    """Return an FP8 weight as a ScaledArray, with a scale per tensor, per output or per block."""
     scale = np.asarray(scale, np.float32)
     outputs, inputs = weight.shape
     per_output = scale.shape in ((outputs,), (outputs, 1))

@@ -138,10 +138,10 @@ def _other_config(folder: Path, changed: dict[str, str], todo: str) -> RecipeErr
 
 
 def with_kept_scan(config: Config) -> Config:
-    """Return the config with `model.scan` as in its run's folder, if it is auto and all else fits.
+    """Replace `model.scan` auto by the value in the run's folder, if the model is otherwise equal.
 
-    Runs of earlier versions have layers one by one. So do those with `precision.layers`, whose
-    patterns have numbers of layers.
+    Earlier versions did not stack layers. Neither do runs with `precision.layers`, whose patterns
+    name single layers.
     """
     model: Any = getattr(config, "model", None)
     if model.scan != "auto":
@@ -155,7 +155,7 @@ def with_kept_scan(config: Config) -> Config:
 
 
 def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
-    """Read the config of the run in `init`; `other` is what else `init` may be, for the message."""
+    """Read the config of the run in `init`; the message says that `other` is allowed, too."""
     folder = Path(init)
     if not is_run(folder):
         (recipe,) = get_args(kind.model_fields["recipe"].annotation)

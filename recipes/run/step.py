@@ -179,7 +179,7 @@ def _select(condition: jax.Array, new: Any, old: Any) -> Any:
 def advance(
     step: Callable[..., Any], state: TrainState, batches: Iterator[Any], start: int, stop: int
 ) -> TrainState:
-    """Run the steps from number `start` up to `stop`, without looking at their values."""
+    """Take the steps `start` to `stop` - 1, and ignore their metrics."""
     for index in range(start, stop):
         state, _ = step(state, next(batches), np.int32(index))
     return state

@@ -34,7 +34,7 @@ def test_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
     assert (found["dtype"], found["shape"]) == ("F32", list(kernel.shape))
     assert found["data"] == np.asarray(kernel).tobytes()
     for wrong in (path, tmp_path / "precious.txt"):
-        with pytest.raises(RecipeError, match=rf"FILE: expected a new file .*got {wrong}"):
+        with pytest.raises(RecipeError, match=rf"OUTPUT: expected a new file .*got {wrong}"):
             export(config, wrong, pytest.fail)
     with pytest.raises(RecipeError, match="no run at"):
         export(make_config("name=other"), tmp_path / "a.safetensors", pytest.fail)
@@ -64,8 +64,5 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     layer = nn.Dense(16, 16, policy="fp8_delayed", rngs=nnx.Rngs(0))
     with pytest.raises(RecipeError, match=r"amax holds a QuantState"):
         save_tensors(layer, tmp_path / "x")
-    (tmp_path / "file").touch()
-    with pytest.raises(RecipeError, match=r"cannot write .*file/x"):
-        save_tensors(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "file" / "x")
     with pytest.raises(RecipeError, match=r"cannot write .*: Is a directory; give a path"):
         save_tensors(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path)

@@ -94,6 +94,7 @@ WRONG_FILES = [
         "name: x\nseed: 1\nseed: 2\n",
         r"line 3, column 1: not valid YAML: found duplicate key seed",
     ),
+    ("recipe: imges\n", r"recipe: expected one of .*images.*got 'imges'"),
     ("seed: 1\n", r"name: expected a value; got none; set it \(Name of the run's folder"),
     ("name: x\nmodel: {layer: 3}\n", r"model\.layer is not a key .*did you mean model\.layers\?"),
     (b"name: \xff\n", r"is not UTF-8 text: .* position 6"),

@@ -521,14 +521,9 @@ def test_reports_of_v2(tmp_path: Path) -> None:
 
 # labels, predictions, classes, accuracy, F1 of label 1, macro F1, Matthews correlation
 TABLES: list[tuple[Any, ...]] = [
-    # TP 1, FP 1, FN 1, TN 1
-    ([1, 1, 0, 0], [1, 0, 1, 0], 2, 0.5, 0.5, 0.5, 0.0),
-    ([0, 1, 1], [1, 0, 0], 2, 0, 0, 0, -1),
     # TP 2, FP 0, FN 1, TN 1: F1 4/5 and 2/3, Matthews 2 / (2 * 3 * 1 * 2)^1/2
     ([1, 1, 1, 0], [1, 1, 0, 0], 2, 3 / 4, 4 / 5, 11 / 15, 1 / math.sqrt(3)),
     ([1, 1], [1, 1], 2, 1, 1, 1, 0),
-    ([0, 0], [0, 0], 2, 1, 0, 1, 0),
-    ([0, 1, 1, 1], [1, 1, 1, 1], 2, 3 / 4, 6 / 7, 3 / 7, 0),
     # F1 1, 2/3, 2/3; c 3, s 4, t (1, 2, 1), p (1, 1, 2): (12 - 5) / (10 * 10)^1/2
     ([0, 1, 1, 2], [0, 1, 2, 2], 3, 3 / 4, None, 7 / 9, 7 / 10),
     # ... of which label 2 is neither true nor predicted, and does not count

@@ -117,7 +117,7 @@ def test_wrong_input(tmp_path: Path, capsys: Captured) -> None:
     refused("override 'seed=1': expected none, as", "generate", FOLDER, "seed=1")
     refused("expected a task of bert", "generate", FIXTURES / "bert-mlm")
     refused("--prompt: expected at least one character", "generate", FOLDER, "--prompt", "")
-    refused("--chat: expected a Hugging Face folder", "generate", "gpt/quickstart.yaml", "--chat")
+    refused("expected a Hugging Face folder; got", "generate", "gpt/quickstart.yaml", "--chat")
     folder = copied("gpt2", tmp_path)
     change_tensors(folder, lambda old: old | {EMBED: old[EMBED][:299]})
     change_config(folder, vocab_size=299)
@@ -163,7 +163,7 @@ def test_an_adapter_is_added(tmp_path: Path, capsys: Captured) -> None:
     down.lora_b.set_value(down.lora_b.get_value() + 1)
     save_adapter(model, lora, tmp_path / "adapter", init)
     assert main(["merge", init, adapter, merged]) == 0
-    assert capsys.readouterr().out == f"{init} with {adapter} is in {merged}\n"
+    assert capsys.readouterr().out == f"the model is in {merged}\n"
     chex.assert_trees_all_equal(load(merged).params, load(init, adapter=adapter).params)
     assert main(["generate", str(LORA), "--adapter", adapter]) == 2
     assert "--adapter: expected a Hugging Face folder; got" in capsys.readouterr().err

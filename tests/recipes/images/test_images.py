@@ -19,7 +19,7 @@ from recipes.errors import RecipeError
 from recipes.images import task
 from recipes.images.config import ImageModelConfig, ImagesConfig
 from recipes.images.task import ImageData, Plain, ViT, load_data, read_idx
-from recipes.registry import load_config, load_kind
+from recipes.registry import load_kind
 from recipes.run.folder import read_metrics
 from recipes.run.state import init_state, scaled
 from recipes.run.step import make_train_step
@@ -377,13 +377,6 @@ WRONG_KEYS = [
     (["model={kind: rnn}"], r"model\.kind .*'mlp', 'cnn' or 'vit'; got 'rnn'"),
 ]
 test_wrong_value = refuses_configs(WRONG_KEYS)
-
-
-def test_unknown_recipe(tmp_path: Path) -> None:
-    path = tmp_path / "wrong.yaml"
-    path.write_text("recipe: imges\nname: x\n", encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"recipe: expected one of .*images.*got 'imges'"):
-        load_config(path)
 
 
 @pytest.mark.slow

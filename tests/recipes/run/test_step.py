@@ -60,17 +60,13 @@ def run(tolerant, batches: list[np.ndarray]) -> list[TrainState]:
     return states
 
 
-def test_a_bad_step_is_left_out_and_counted(tolerant) -> None:
+def test_a_bad_step_is_left_out_and_counted_and_one_too_many_stops(tolerant) -> None:
     states = run(tolerant, [GOOD, BAD, BAD, GOOD, BAD])
     found = [(int(s.step), int(s.skips.total), int(s.skips.in_a_row)) for s in states]
     assert found == [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 2, 2), (4, 2, 0), (5, 3, 1)]
     for before, after, is_bad in zip(states, states[1:], (0, 1, 1, 0, 1), strict=False):
         pairs = zip(weights(before), weights(after), strict=True)
-        same = [a.tobytes() == b.tobytes() for a, b in pairs]
-        assert all(same) == bool(is_bad)
-
-
-def test_one_too_many_stops_the_state_where_it_is(tolerant) -> None:
+        assert all(a.tobytes() == b.tobytes() for a, b in pairs) == bool(is_bad)
     states = run(tolerant, [GOOD, BAD, BAD, BAD, GOOD])
     assert [int(s.step) for s in states] == [0, 1, 2, 3, 3, 3]
     assert [int(s.skips.total) for s in states] == [0, 0, 1, 2, 2, 2]
