@@ -51,7 +51,7 @@ def values(tree: Any) -> Any:
 CASES = [
     ("6 bytes", "float32"),
     ("float32", "fp8_delayed"),
-    ("float32", "small in float32"),
+    pytest.param("float32", "small in float32", marks=pytest.mark.slow),
     *(pytest.param("6 bytes", x, marks=pytest.mark.slow) for x in ("fp8_readout", "exchange")),
 ]
 
