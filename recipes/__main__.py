@@ -2,11 +2,7 @@
 
 import sys
 
-try:
-    from .cli import main
-except KeyboardInterrupt:  # importing takes seconds
-    print("stopped before training started", file=sys.stderr)
-    sys.exit(130)
+from .cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

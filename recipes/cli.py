@@ -23,17 +23,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ModelPath = Annotated[
-    str,
-    typer.Argument(metavar="CONFIG", help="a YAML file, a run's folder, or a Hugging Face folder"),
-]
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
-TrainedPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file, or a run")]
+ModelPath = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a folder with a model")
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
 ]
 Fresh = Annotated[bool, typer.Option(help="start anew; rename an earlier folder of this name")]
-Convert = Annotated[bool, typer.Option(help="resume in other number formats, as configured")]
+Convert = Annotated[bool, typer.Option(help="resume in the number formats of the config")]
 
 
 @app.command()
@@ -48,10 +46,10 @@ def train(
     processes: Annotated[int | None, typer.Option(min=1, help="number of processes")] = None,
     process: Annotated[int | None, typer.Option(min=0, help="index of this process")] = None,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="detect these three: Slurm, Open MPI, ...")
+        bool, typer.Option("--distributed", help="read these three from Slurm, Open MPI, ...")
     ] = False,
     heartbeat: Annotated[
-        int, typer.Option(min=1, help="seconds after which a silent process counts as lost")
+        int, typer.Option(min=1, help="seconds of silence after which a process is lost")
     ] = 100,
 ) -> None:
     """Train a model, or resume the same run from its newest checkpoint.
@@ -60,30 +58,29 @@ def train(
     --coordinator, --processes and --process, or the environment variables JAX_COORDINATOR_ADDRESS,
     JAX_NUM_PROCESSES and JAX_PROCESS_ID, or --distributed.
     """
-    told = coordinator, processes, process, distributed, heartbeat
-    _train(load_config(config, overrides or ()), fresh, convert, *told)
+    options: Any = {"detect": distributed, "heartbeat": heartbeat}
+    options |= {"coordinator": coordinator, "processes": processes, "process": process}
+    _train(load_config(config, overrides or ()), fresh, convert, **options)
 
 
 @app.command()
 def finetune(
     config: ConfigPath, overrides: Overrides = None, fresh: Fresh = False, convert: Convert = False
 ) -> None:
-    """Fine-tune a pretrained model on a task and score it: like train, but init is required."""
+    """Fine-tune a pretrained model on a task and score it: as train, but init must be set."""
     settings = load_config(config, overrides or ())
     if not getattr(settings, "init", None):
-        raise RecipeError(
-            f"init: expected a pretrained model to tune; got none in {config}; add init=FOLDER"
-        )
+        raise RecipeError(f"init: expected a model to tune; got none in {config}; set init=FOLDER")
     _train(settings, fresh, convert)
 
 
-def _train(settings: RunConfig, fresh: bool, convert: bool, *processes: Any) -> None:
+def _train(settings: RunConfig, fresh: bool, convert: bool, **processes: Any) -> None:
     try:
         # Imported late, because it imports JAX: a wrong config is reported without that delay.
         from .run.processes import joined
         from .train import train as train_run
 
-        with joined(*processes):
+        with joined(**processes):
             outcome = train_run(settings, fresh=fresh, convert=convert, console=Console())
     except KeyboardInterrupt:  # outside of the training loop, which handles signals itself
         *_, step = 0, *saved_steps(run_folder(settings))
@@ -102,7 +99,7 @@ def sweep(
     jobs: Annotated[int, typer.Option(min=1, help="points trained at the same time")] = 1,
     fresh: Fresh = False,
 ) -> None:
-    """Search the best learning rate at every point of a grid; rerun to continue."""
+    """Find the best learning rate at every point of a grid; rerun to continue."""
     overrides = [word for word in words if "=" in word]
     configs = [load_config(word, overrides) for word in words if "=" not in word]
     if not configs:
@@ -114,8 +111,8 @@ def sweep(
 
 
 @app.command()
-def evaluate(config: TrainedPath, overrides: Overrides = None) -> None:
-    """Print a trained model's validation loss, over all whole batches, and its scores."""
+def evaluate(config: ModelPath, overrides: Overrides = None) -> None:
+    """Print a trained model's scores, and its loss over all validation batches."""
     settings = _settings(config, overrides)
     from .trained import evaluate as evaluate_run
 
@@ -131,9 +128,8 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="sample the k likeliest only")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the sampling")] = 0,
-    stream: Annotated[bool, typer.Option("--stream", help="print tokens as they come")] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="answer the prompt, in the folder's chat template")
+        bool, typer.Option("--chat", help="format the prompt with the folder's chat template")
     ] = False,
     adapter: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="a LoRA adapter to add to a folder's model")
@@ -142,8 +138,7 @@ def generate(
     """Continue a prompt with a trained model, or with a decoder in a Hugging Face folder."""
     if not Path(config).is_dir() or is_run(config):
         if chat or adapter is not None:
-            option = "--chat" if chat else "--adapter"
-            raise RecipeError(f"{option}: expected a Hugging Face folder; got {config}; omit it")
+            raise RecipeError(f"--chat, --adapter: expected a Hugging Face folder; got {config}")
         settings = _settings(config, overrides)
         from .trained import open_run
 
@@ -157,15 +152,14 @@ def generate(
         prompt = chat_prompt(config, prompt) if chat else prompt
         writer = open_folder(config, adapter)
     draws = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    pieces = writer.stream if stream else lambda *words, **options: [writer(*words, **options)]
-    for piece in pieces(prompt, echo=not chat, **draws):
+    for piece in writer.stream(prompt, echo=not chat, **draws):
         sys.stdout.write(piece)
         sys.stdout.flush()
     typer.echo()
 
 
 @app.command()
-def describe(config: TrainedPath, overrides: Overrides = None) -> None:
+def describe(config: ModelPath, overrides: Overrides = None) -> None:
     """Print parameters, FLOPs and bytes of a training step, without running it."""
     settings = _settings(config, overrides)
     from .describe import report
@@ -176,14 +170,14 @@ def describe(config: TrainedPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def export(
-    config: TrainedPath,
+    config: ModelPath,
     path: Annotated[
         Path, typer.Argument(metavar="OUTPUT", help="a .safetensors file to write, or a folder")
     ],
     overrides: Overrides = None,
     fp8: Annotated[
         Literal["tensor", "channel", "block"] | None,
-        typer.Option(help="write a Hugging Face decoder with FP8 weights, one scale for each"),
+        typer.Option(help="write a decoder in FP8, with a scale per tensor, channel or block"),
     ] = None,
 ) -> None:
     """Write the arrays of a trained model to a safetensors file.
@@ -197,16 +191,16 @@ def export(
 
         typer.echo(export_run(settings, path, _warn))
         return
+    _save(path, config, fp8=fp8)
+
+
+def _save(path: Path, folder: str, adapter: str | None = None, fp8: Any = None) -> None:
     from .hf import load, save
 
-    _require_new(path)
-    save(load(config, "lm"), path, fp8=fp8)
-    typer.echo(f"{config} with FP8 weights is in {path}")
-
-
-def _require_new(path: Path) -> None:
     if path.exists():
         raise RecipeError(f"OUTPUT: expected a new folder; got {path}, which exists; name another")
+    save(load(folder, "lm", adapter=adapter), path, fp8=fp8)
+    typer.echo(f"the model is in {path}")
 
 
 @app.command()
@@ -216,11 +210,7 @@ def merge(
     path: Annotated[Path, typer.Argument(metavar="OUTPUT", help="the folder to write")],
 ) -> None:
     """Add a LoRA adapter to a Hugging Face model, and write the result to a new folder."""
-    from .hf import load, save
-
-    _require_new(path)
-    save(load(folder, "lm", adapter=adapter), path)
-    typer.echo(f"{folder} with {adapter} is in {path}")
+    _save(path, folder, adapter)
 
 
 bench = typer.Typer(help="Measure the figures of README.md and results.", no_args_is_help=True)

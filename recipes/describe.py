@@ -1,6 +1,6 @@
 """Describe the training step of a config without running it: parameters, FLOPs and bytes.
 
-Everything follows from shapes and the lowered program. Equal layers are extrapolated from two.
+Everything follows from shapes and the lowered program.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from unitscale.core import is_scaled
 from unitscale.ops import attention_paths
 
-from .config import RunConfig, TransformerConfig
+from .config import RunConfig
 from .hf import Frozen
 from .recipe import recipe_of
 from .run.state import TrainState
@@ -41,28 +41,18 @@ class Description(NamedTuple):
     trained: int
     flops: float
     """FLOPs of forward pass, backward pass and update, with all iterations of scans."""
-    attention: tuple[str, ...]
-    """The implementations that `ops.dot_product_attention` chooses, and why."""
     total: Bytes
 
 
 def describe(config: RunConfig) -> Description:
     """Trace and lower the training step of a config, with shapes in place of arrays."""
     config = config.resumed  # shapes follow from the config: do not read the weights in `init`
-    _, _, (state, _, _) = abstract_step(config)
-    short = _shortened(config)
-    with attention_paths() as taken:
-        _, step, shapes = abstract_step(short[0])
-        step.trace(*shapes)
-    costs = [_cost(few) for few in short]
-    # Every further layer costs as much as the second one.
-    further = getattr(getattr(config, "model", None), "layers", 1) - 1
-    (flops, saved), (more_flops, more_saved) = costs[0], costs[-1]
-    flops += further * (more_flops - flops)
-    activations = (saved + further * (more_saved - saved)) * config.data.batch_size
+    graphdef, step, shapes = abstract_step(config)
+    state, loss = shapes[0], make_loss(graphdef, deterministic=False)
+    one, two = (_saved_bytes(loss, state, config, size) for size in (1, 2))
+    with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
+        flops = _flops(step.trace(*shapes))
     frozen = nnx.split_state(state.rest, Frozen, ...)[0]
-    trained = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params, is_leaf=is_scaled))
-    gradients = _gradient_bytes(config, state.params)
     parameters: dict[str, int] = {}
     for tree in (state.params, frozen):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
@@ -70,15 +60,14 @@ def describe(config: RunConfig) -> Description:
             parameters[part] = parameters.get(part, 0) + math.prod(leaf.shape)
     return Description(
         parameters=parameters,
-        trained=trained,
+        trained=sum(x.size for x in jax.tree.leaves(state.params, is_leaf=is_scaled)),
         flops=flops,
-        attention=tuple(dict.fromkeys(f"{path.implementation}: {path.reason}" for path in taken)),
         total=Bytes(
             frozen=bytes_of(frozen),
             weights=bytes_of(state.params),
-            gradients=gradients,
+            gradients=_gradient_bytes(config, state.params),
             optimizer=bytes_of(state.opt_state),
-            activations=activations,
+            activations=(two - one) * config.data.batch_size,
         ),
     )
 
@@ -100,25 +89,6 @@ def bytes_of(tree: Any) -> int:
         return 4 if dtype == jnp.float4_e2m1fn else 8 * dtype.itemsize
 
     return sum(math.prod(x.shape) * bits(x.dtype) // 8 for x in jax.tree.leaves(tree))
-
-
-def _shortened(config: RunConfig) -> list[RunConfig]:
-    """Return the config with one and with two layers if all are equal, else unchanged."""
-    shape = getattr(config, "model", None)
-    if not isinstance(shape, TransformerConfig) or shape.layers <= 2 or config.precision.layers:
-        return [config]
-    shapes = [shape.model_copy(update={"layers": n}) for n in (1, 2)]
-    return [config.model_copy(update={"model": few}) for few in shapes]
-
-
-def _cost(config: RunConfig) -> tuple[float, int]:
-    """Return the FLOPs of a step, and the bytes of activations of an example."""
-    graphdef, step, shapes = abstract_step(config)
-    with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
-        flops = _flops(step.trace(*shapes))
-    loss = make_loss(graphdef, deterministic=False)
-    one, two = (_saved_bytes(loss, shapes[0], config, size) for size in (1, 2))
-    return flops, two - one
 
 
 def _saved_bytes(loss: Callable, state: TrainState, config: RunConfig, size: int) -> int:
@@ -173,12 +143,10 @@ def report(config: RunConfig) -> Iterator[str]:
     if facts.trained != count:
         yield f"trained       {facts.trained:>22,}"
     yield f"step          {data.step_size:>22,} {data.step_unit} in {data.batch_size} examples"
-    each = facts.flops / data.step_size
-    yield f"FLOPs a step  {facts.flops:>22.4g}, {each:.4g} for each of the {data.step_unit}"
+    each = f"{facts.flops / data.step_size:.4g} for each of the {data.step_unit}"
+    yield f"FLOPs a step  {facts.flops:>22.4g}, {each}"
     yield "bytes of a step, on all devices"
     for name, count in (*facts.total._asdict().items(), ("in all", sum(facts.total))):
         if count:
             note = ", at most: before XLA fuses" if name == "activations" else ""
             yield f"  {name:<12}{count:>22,} bytes{note}"
-    for line in facts.attention:
-        yield f"attention     {line}"

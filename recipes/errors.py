@@ -1,9 +1,8 @@
 """Errors that users see, and functions that read and write files and raise them."""
 
 import contextlib
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,26 +57,6 @@ def read_text(path: Path, key: str, todo: str = "give the path of a readable fil
             return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{key}: {path} is not UTF-8 text: {error}; convert it") from error
-
-
-def digest_of(path: Path) -> str | list[Any]:
-    """Return the SHA-256 of a file, or those of all files of a folder, in order."""
-    if path.is_dir():
-        return [digest_of(file) for file in sorted(filter(Path.is_file, path.rglob("*")))]
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def json_lines(lines: Iterable[str | bytes], where: str) -> Iterator[tuple[int, Any]]:
-    """Yield line numbers and parsed lines of JSON; messages begin with `where` and the number."""
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise RecipeError(
-                    f"{where}{number}: malformed JSON, or not UTF-8: {error}; correct the line"
-                ) from error
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,7 +1,6 @@
 """Read a YAML file and `key=value` overrides into a recipe's config, or report what is wrong."""
 
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,15 +12,7 @@ from yaml import YAMLError
 
 from .bert.config import BertConfig
 from .charlm.config import CharlmConfig
-from .config import (
-    RunConfig,
-    describe_problems,
-    entry_of,
-    expand_preset,
-    section_of,
-    unknown_key,
-    valid_keys,
-)
+from .config import RunConfig, run as keys
 from .errors import RecipeError, read_text
 from .finetune.config import FinetuneConfig
 from .gpt.config import GPTConfig
@@ -58,18 +49,14 @@ def load_config(
     if kept or Path(path).name == CONFIG:  # stored by a run, perhaps of an earlier version
         file = OmegaConf.create(schema.upgraded(OmegaConf.to_container(file)))
     if "precision" in file:  # expand a preset's name, so that overrides can change single keys
-        file.precision = expand_preset(file.precision)
-    before = file.copy()
+        file.precision = keys.expand_preset(file.precision)
     for word in overrides:
         _override(file, word, schema)
-    if not any("warmup_steps" in word for word in overrides):
-        with contextlib.suppress(OmegaConfBaseException):  # of sections that are no mappings
-            _fit_warmup(file, OmegaConf.select(before, "train.steps"))
     tree: Any = OmegaConf.to_container(file)
     try:
         config = schema.model_validate(tree if kept else schema.filled(tree))
     except ValidationError as error:
-        problems = describe_problems(error.errors(), schema)
+        problems = keys.describe_problems(error.errors(), schema)
         raise RecipeError("\n".join(f"{path}: {problem}" for problem in problems)) from error
     return config.settled
 
@@ -88,10 +75,8 @@ def _file(path: Path) -> Path:
 
 def _read(path: Path) -> DictConfig:
     if not path.exists():
-        near = similar(path, _file(path.parent))
-        raise RecipeError(
-            f"config file {path} does not exist; give a YAML file, or a folder with a model{near}"
-        )
+        todo = "give a YAML file, or a folder with a model" + similar(path, _file(path.parent))
+        raise RecipeError(f"config file {path} does not exist; {todo}")
     if path.is_dir():
         todo = f"give {path / CONFIG}" if is_run(path) else "give the path of one"
         raise RecipeError(f"config file: expected a YAML file; got {path}, a folder; {todo}")
@@ -99,9 +84,8 @@ def _read(path: Path) -> DictConfig:
     with _parsing(f"config file {path}"):
         file = OmegaConf.create(text)
     if not isinstance(file, DictConfig) or not file:
-        got = "nothing" if not file else "a list"
-        what = f"config file {path}: expected a mapping of keys to values; got {got}"
-        raise RecipeError(f"{what}; start from one in configs/")
+        what = f"config file {path}: expected a mapping of keys to values"
+        raise RecipeError(f"{what}; got {text[:40]!r}; start from a file in configs/")
     return file
 
 
@@ -109,10 +93,9 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     key, equals, value = word.partition("=")
     if not equals or not key:
         raise RecipeError(f"override {word!r}: expected key=value, such as train.steps=100")
-    mapping, entry = entry_of(key, schema)
-    if (field := dict(valid_keys(schema)).get(mapping)) is None:
-        takers = [name for name, kind in RECIPES.items() if key in dict(valid_keys(kind))]
-        raise RecipeError(f"override {word!r}: {unknown_key(key, schema, takers)}")
+    mapping, entry = keys.entry_of(key, schema)
+    if (field := dict(keys.valid_keys(schema)).get(mapping)) is None:
+        raise RecipeError(f"override {word!r}: {keys.unknown_key(key, schema)}")
     todo = "put the whole override in quotes, as in 'mesh={data: 4, fsdp: 2}'"
     with _parsing(f"override {word!r}", todo):
         found = OmegaConf.from_dotlist([f"value={value}"])
@@ -121,20 +104,10 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     if entry:
         new = {**(OmegaConf.select(file, mapping) or {}), entry: new}
     # Merge keys into a section, unless the override is {}; replace any other mapping.
-    merge = section_of(field) is not None and isinstance(new, dict) and bool(new)
+    merge = keys.section_of(field) is not None and isinstance(new, dict) and bool(new)
     if mapping == "precision":
-        new = expand_preset(new)  # a preset's name replaces the whole section
+        new = keys.expand_preset(new)  # a preset's name replaces the whole section
     OmegaConf.update(file, mapping, new, merge=merge)
-
-
-def _fit_warmup(file: DictConfig, before: Any) -> None:
-    """Shorten a file's warm-up, and say so, if an override leaves it no room in `train.steps`."""
-    key = "optimizer.warmup_steps"
-    steps, warmup = OmegaConf.select(file, "train.steps"), OmegaConf.select(file, key)
-    if all(isinstance(x, int) for x in (before, steps, warmup)) and 0 < steps <= warmup < before:
-        fit = warmup * steps // before
-        OmegaConf.update(file, key, fit)
-        print(f"note: {key} is {fit}, not {warmup}, to fit train.steps {steps}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ import platformdirs
 import tokenizers
 
 from .config import BYTES, TOKENIZER_FILE, DataConfig, largest_id, read_tokenizer
-from .errors import RecipeError, clipped, digest_of, json_lines, refused, write_whole
+from .errors import RecipeError, clipped, refused, write_whole
 from .recipe import Data, Examples
 
 # Folders in the standard library to leave out: installed packages, and test suites, which some
@@ -116,7 +116,13 @@ def _rows(path: Path, kind: str, config: DataConfig) -> Iterator[Any]:
     key = config.text_key
     if kind == "jsonl":
         with path.open("rb") as lines:
-            for _, row in json_lines(lines, f"data.path: {path} line "):
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"line {number}: {error}") from error
                 yield row.get(key) if isinstance(row, dict) else row
     elif kind == "parquet":
         import pyarrow.parquet  # noqa: PLC0415 - optional
@@ -132,10 +138,18 @@ def _rows(path: Path, kind: str, config: DataConfig) -> Iterator[Any]:
         yield from (row[key] for row in found.select_columns([key]))
 
 
+def _digest_of(path: Path) -> str | list[Any]:
+    """Return the SHA-256 of a file, or those of all files of a folder, in order."""
+    if path.is_dir():
+        return [_digest_of(file) for file in sorted(filter(Path.is_file, path.rglob("*")))]
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _cache_key(config: DataConfig, settings: Mapping[str, Any]) -> str:
     """Hash the bytes of all texts, the keys that select from them, and other settings."""
     with refused(f"data.path: {config.path} cannot be read", "check its permissions"):
-        texts = [[[kind, digest_of(path)] for path, kind in _sources(one)] for one in config.texts]
+        texts = [[[kind, _digest_of(path)] for path, kind in _sources(one)] for one in config.texts]
     keys = {"max_bytes", "text_key", "split", "documents"}
     everything = [texts, config.model_dump(include=keys), settings]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,11 +1,10 @@
 """The training loop: data, steps, reports and checkpoints.
 
 The loop does not wait for the device between log lines. After a step whose loss or gradient is not
-finite, the compiled steps leave the state unchanged, so that the loop can find the cause.
+finite, the compiled step leaves the state as it is, so that the loop can find the cause.
 """
 
 import contextlib
-import json
 import math
 import statistics
 import time
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
@@ -25,44 +23,13 @@ from unitscale.core import is_scaled
 from unitscale.parallel import batch_share
 
 from .config import RunConfig
-from .errors import RecipeError, Say, digest_of, write_json
+from .errors import RecipeError, Say, write_json
 from .recipe import Data, loss_inputs, recipe_of
+from .run import folder as runs, processes, state as states
 from .run.checkpoint import Checkpoints
-from .run.folder import (
-    OUTCOME,
-    ROWS,
-    SCORES,
-    Metrics,
-    locked,
-    open_metrics,
-    open_run,
-    other_data,
-    run_folder,
-)
 from .run.probe import plot_loss, plot_rms, probe
-from .run.processes import (
-    StopRequest,
-    check_alike,
-    is_first,
-    on_mesh,
-    open_mesh,
-    place,
-    place_batch,
-    whole,
-)
-from .run.state import (
-    TrainState,
-    build_model,
-    formats,
-    init_state,
-    make_schedule,
-    plain,
-    restore,
-    updates_done,
-    watch_overflow,
-    with_kept_tokenizer,
-)
-from .run.step import advance, make_evaluation, make_train_step, mean_loss
+from .run.processes import StopRequest
+from .run.step import make_evaluation, make_train_step, mean_loss
 
 
 class Outcome(NamedTuple):
@@ -82,33 +49,22 @@ def train(
 
     `fresh` renames an earlier run's folder; `convert` resumes in the config's number formats.
     """
-    console = (console or Console()) if is_first() else Console(quiet=True)
-    data = recipe_of(config).load_data(config if fresh else with_kept_tokenizer(config))
+    console = (console or Console()) if processes.is_first() else Console(quiet=True)
+    data = recipe_of(config).load_data(config if fresh else states.with_kept_tokenizer(config))
     options = {"--fresh": fresh, "--convert": convert}
-    check_alike({"config": config.model_dump(), "data": data.digest, **options})
+    processes.check_alike({"config": config.model_dump(), "data": data.digest, **options})
     with contextlib.ExitStack() as held:
-        if is_first():
-            held.enter_context(locked(config))
-            folder = run_folder(config)
-            if not fresh and (folder / ROWS).exists():
-                raise RecipeError(f"name: {folder} is the folder of a sweep; change name")
-            open_run(config, fresh=fresh, convert=convert)
-            if jax.process_count() == 1 and (folder / OUTCOME).exists():
-                told = json.loads((folder / OUTCOME).read_text("utf-8"))
-                if told.items() >= _depends_on(config, data).items():
-                    lines = f"all {config.train.steps} steps are done", *told["said"]
-                    console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
-                    return Outcome._make((folder, *told["outcome"], None))
+        if processes.is_first():
+            held.enter_context(runs.locked(config))
+            runs.open_run(config, fresh=fresh, convert=convert)
         run = _Run(config, data, console)
         try:
             return run.train()
         except OSError as error:
-            safe = run.checkpoints.what_is_safe
-            raise RecipeError(
-                f"cannot write to {run.folder}: {error.strerror or error}; {safe}; free space or "
-                "change permissions, then run the same command again",
-                exit_code=1,
-            ) from error
+            what = f"cannot write to {run.folder}: {error.strerror or error}"
+            todo = "free space or change permissions, then run the same command again"
+            told = f"{what}; {run.checkpoints.what_is_safe}; {todo}"
+            raise RecipeError(told, exit_code=1) from error
         finally:
             if jax.process_count() == 1:  # otherwise closing may wait for a process that is gone
                 run.checkpoints.close()
@@ -118,27 +74,24 @@ class _Run:
     """Model, optimizer, data, compiled steps and reports of one run, in an open folder."""
 
     def __init__(self, config: RunConfig, data: Data, console: Console):
-        self.config, self.data, self.folder = config, data, run_folder(config)
+        self.config, self.data, self.folder = config, data, runs.run_folder(config)
         self.say = lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)
-        self.graphdef, optimizer, state = init_state(config)
-        self.mesh = open_mesh(config)
-        self.state = place(state, self.mesh)
-        self.schedule = make_schedule(config.optimizer, config.train.steps)
-        process, processes = (0, 1) if self.mesh is None else batch_share(self.mesh)
-        self.batches = data.training(config.seed, process=process, processes=processes)
+        self.graphdef, optimizer, state = states.init_state(config)
+        self.mesh = processes.open_mesh(config)
+        self.state = processes.place(state, self.mesh)
+        self.schedule = states.make_schedule(config.optimizer, config.train.steps)
+        part, parts = (0, 1) if self.mesh is None else batch_share(self.mesh)
+        self.batches = data.training(config.seed, process=part, processes=parts)
         self.checkpoints = Checkpoints(self.folder, keep=config.train.keep)
         step = make_train_step(self.graphdef, optimizer, config, mesh=self.mesh)
-        self.step = on_mesh(step, self.state, self.mesh)
+        self.step = processes.on_mesh(step, self.state, self.mesh)
         self.evaluate = make_evaluation(self.graphdef, config.precision, mesh=self.mesh)
         # Batches since values were last checked, to find where one is not finite.
         self.recent: deque[Any] = deque(maxlen=config.train.log_every + 1)
         self.signal: Signals | None = None
         self.speeds: list[float] = []  # between log lines
-        columns = (
-            *Progress.get_default_columns(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]}"),
-        )
+        loss = TextColumn("{task.fields[loss]}")
+        columns = *Progress.get_default_columns(), MofNCompleteColumn(), loss
         self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
 
     def train(self) -> Outcome:
@@ -148,7 +101,7 @@ class _Run:
             f"policy {self.config.precision.policy}, in {self.folder}"
         )
         start = self.resume()
-        if is_first():
+        if processes.is_first():
             self.data.save(self.folder)  # after resume(), which refuses other data
         if start < self.config.train.steps:
             self.loop(start)
@@ -160,11 +113,11 @@ class _Run:
 
     def resume(self) -> int:
         """Load the newest complete checkpoint; return the number of steps done."""
-        restored = restore(self.config, self.checkpoints, self.state, self.mesh, self.say)
+        restored = states.restore(self.config, self.checkpoints, self.state, self.mesh, self.say)
         if restored is None:
             return 0
         if restored.facts["text"] != self.data.digest:
-            raise other_data(self.folder)
+            raise runs.other_data(self.folder)
         self.state = restored.state
         self.batches.set_state(restored.position)
         steps = self.config.train.steps
@@ -174,20 +127,22 @@ class _Run:
 
     def loop(self, start: int) -> None:
         steps = self.config.train.steps
-        shares = (place_batch(batch, self.mesh) for batch in self.batches)
         self.bar = self.progress.add_task("step", total=steps, completed=start, loss="")
         self.start, self.clock = start, (start, time.perf_counter())
-        opened = open_metrics(self.config, self.folder, start) if is_first() else Metrics(None)
-        with contextlib.closing(opened) as self.metrics, StopRequest() as self.stop, self.progress:
-            self.state = advance(self.step, self.state, shares, start, steps, self.after_step)
+        folder = self.folder if processes.is_first() else None
+        self.metrics, self.stop = runs.open_metrics(self.config, folder, start), StopRequest()
+        with contextlib.closing(self.metrics), self.stop, self.progress:
+            for index in range(start, steps):
+                batch = processes.place_batch(next(self.batches), self.mesh)
+                self.state, values = self.step(self.state, batch, np.int32(index))
+                self.recent.append(batch)
+                self.after_step(index + 1, values)
+                if self.signal is not None:
+                    break
             self.checkpoints.wait()
 
-    def after_step(
-        self, done: int, state: TrainState, values: dict[str, Any], batch: Any
-    ) -> TrainState | None:
+    def after_step(self, done: int, values: dict[str, Any]) -> None:
         settings = self.config.train
-        self.state = state
-        self.recent.append(batch)
         self.progress.update(self.bar, completed=done)
         logging = done % settings.log_every == 0 or done == settings.steps
         self.signal = self.stop.agreed(logging=logging)  # read once, because it may change
@@ -208,21 +163,19 @@ class _Run:
         if looking or done == self.start + 1:
             jax.block_until_ready(values)  # the first step compiles: leave it out of the speed
             self.clock = done, time.perf_counter()
-        return None if self.signal is not None else self.state
 
     def log(self, done: int, values: dict[str, Any]) -> None:
-        data = self.config.data
-        loss = float(values["loss"])
+        data, loss = self.config.data, float(values["loss"])
         since, clock = self.clock
         speed = (done - since) * data.step_size / (time.perf_counter() - clock)
         timed = done > self.start + 1
         self.speeds += [speed] if timed else []
-        self.state, shares = watch_overflow(self.config, self.graphdef, self.state, self.say)
-        state, updates = self.state, int(updates_done(self.state.opt_state))
+        self.state, shares = states.watch_overflow(self.config, self.graphdef, self.state, self.say)
+        state, updates = self.state, int(states.updates_done(self.state.opt_state))
         facts = {
             "loss": loss,
             "gradient_norm": float(values["gradient_norm"]),
-            # The rate of the last update, or of the first if every step so far was skipped.
+            # Of the last update, or of the first one if all steps so far were skipped.
             "learning_rate": float(np.asarray(self.schedule(max(updates - 1, 0)))),
             **({f"{data.step_unit}_per_second": speed} if timed else {}),
             **shares,
@@ -240,7 +193,7 @@ class _Run:
     def save(self, step: int) -> None:
         if not _is_finite(jax.tree.leaves(self.state.params)):
             raise self.ruined(f"step {step}: the update made weights that are not finite")
-        facts = {"formats": formats(self.config), "text": self.data.digest}
+        facts = {"formats": states.formats(self.config), "text": self.data.digest}
         self.checkpoints.save(step, self.state, self.batches.get_state(), facts, wait=False)
 
     def validation_loss(self, done: int) -> float:
@@ -256,7 +209,7 @@ class _Run:
         if good == done:
             return
         batch = self.recent[good - done]  # the batch of the first step that was not finite
-        reading = probe(self.model(), *loss_inputs(whole(batch)))
+        reading = probe(self.model(), *loss_inputs(processes.whole(batch)))
         where = reading.first_not_finite() or "the gradient norm (dropout or the sum overflowed)"
         tolerated = self.config.optimizer.skip_nonfinite
         after = f", after {tolerated} such steps in a row were skipped" if tolerated else ""
@@ -266,25 +219,25 @@ class _Run:
         )
 
     def ruined(self, what: str) -> RecipeError:
-        return RecipeError(
-            f"{what}; {self.checkpoints.what_is_safe}; lower optimizer.learning_rate, set "
-            "optimizer.clip_norm, or choose a policy of wider range, and start again with --fresh",
-            exit_code=1,
-        )
+        todo = "lower optimizer.learning_rate, set optimizer.clip_norm or a policy of wider range"
+        safe = self.checkpoints.what_is_safe
+        return RecipeError(f"{what}; {safe}; {todo}, and start again with --fresh", exit_code=1)
 
     def model(self) -> Any:
-        params, rest = plain(self.config.precision, whole((self.state.params, self.state.rest)))
-        return nnx.merge(self.graphdef, params, rest)
+        """Return the model, with its parameters gathered from all processes."""
+        state = self.state._replace(opt_state=())  # which may not fit on one device
+        return states.merged(self.config, self.graphdef, processes.whole(state))
 
     def finish(self) -> Outcome:
         config, step = self.config, int(self.state.step)
         validation = self.validation_loss(step)
-        params, rest = whole((self.state.params, self.state.rest))  # one process does the rest
-        self.state = self.state._replace(params=params, rest=rest)
-        if not is_first():
-            return Outcome(self.folder, step, validation, {}, None)
         model, recipe = self.model(), recipe_of(config)
-        self.plot()
+        if not processes.is_first():
+            return Outcome(self.folder, step, validation, {}, None)
+        batch = loss_inputs(next(self.data.validation(1)))
+        before, after = probe(states.build_model(config), *batch), probe(model, *batch)
+        plot_rms(self.folder, {"at initialization": before, "after training": after})
+        plot_loss(self.folder, per=config.loss_unit)
         scores = recipe.scores(config, self.data, model, self.folder)
         said: list[str] = []
         save_scores(self.folder, scores, said.append)
@@ -299,15 +252,7 @@ class _Run:
             f"rms.png), metrics and checkpoints are in {self.folder}"
         )
         self.say("\n".join(said))
-        told = {"outcome": (step, validation, scores), "said": said}
-        write_json(self.folder / OUTCOME, told | _depends_on(config, self.data))
         return Outcome(self.folder, step, validation, scores, None)
-
-    def plot(self) -> None:
-        batch = loss_inputs(next(self.data.validation(1)))
-        before, after = probe(build_model(self.config), *batch), probe(self.model(), *batch)
-        plot_rms(self.folder, {"at initialization": before, "after training": after})
-        plot_loss(self.folder, per=self.config.loss_unit)
 
 
 @jax.jit
@@ -315,19 +260,10 @@ def _is_finite(arrays: list[jax.Array]) -> jax.Array:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in arrays]))
 
 
-def _depends_on(config: RunConfig, data: Data) -> dict[str, Any]:
-    """Return all that a finished run's outcome depends on: config, data, and the files it left."""
-    folder = run_folder(config)
-    last = folder / "checkpoints" / str(config.train.steps)
-    files = [*folder.glob("*.png"), *last.rglob("*")]
-    sums = {str(path): digest_of(path) for path in files if path.is_file()}
-    return {"config": config.model_dump(mode="json"), "data": data.digest, "files": sums}
-
-
 def save_scores(folder: Path, scores: dict[str, float], say: Say) -> None:
     """Write scores, if any, to a run's folder, and print them, such as "f1 91.25"."""
     if scores:
-        write_json(folder / SCORES, scores)
+        write_json(folder / runs.SCORES, scores)
         say(", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items()))
 
 

@@ -14,7 +14,7 @@ from .gpt.generate import Writer
 from .hf import load, write_tensors
 from .recipe import recipe_of
 from .run.folder import run_folder
-from .run.state import TrainState, load_checkpoint, load_trained, plain, with_kept_tokenizer
+from .run.state import load_checkpoint, load_trained, merged, with_kept_tokenizer
 from .run.step import make_evaluation, mean_loss
 from .text import SubwordTokenizer, open_tokenizer, require_vocab
 from .train import save_scores, shown
@@ -30,23 +30,17 @@ def evaluate(config: RunConfig, say: Say, warn: Say) -> None:
     evaluation = make_evaluation(graphdef, config.precision)
     loss = mean_loss(evaluation, state.params, state.rest, data.validation())
     say(f"step {int(state.step)}  validation loss {shown(config, loss, data.token_size)}")
-    model, folder = _model(config, graphdef, state), run_folder(config)
+    model, folder = merged(config, graphdef, state), run_folder(config)
     save_scores(folder, recipe.scores(config, data, model, folder), say)
-
-
-def _model(config: RunConfig, graphdef: nnx.GraphDef, state: TrainState) -> nnx.Module:
-    return nnx.merge(graphdef, *plain(config.precision, (state.params, state.rest)))
 
 
 def open_run(config: RunConfig, say: Say) -> Writer:
     """Open a run's model and tokenizer for generating text."""
-    model: Any = _model(config, *load_trained(config, say))
+    model: Any = merged(config, *load_trained(config, say))
     data = with_kept_tokenizer(config, needed=True).data
     if not hasattr(model, "init_cache") or not isinstance(data, DataConfig):
-        raise RecipeError(
-            f"recipe: expected a model that continues text; got one of recipe {config.recipe}; "
-            "give a config of recipe gpt"
-        )
+        what = "recipe: expected a model that continues text, of recipe gpt"
+        raise RecipeError(f"{what}; got one of recipe {config.recipe}")
     tokenizer = open_tokenizer(data)
     require_vocab(tokenizer, model.config.vocab)
     return Writer.of_run(model, tokenizer, data.sequence_length)
@@ -66,19 +60,15 @@ def open_folder(folder: str, adapter: str | None = None) -> Writer:
 def export(config: RunConfig, path: Path, say: Say) -> str:
     """Write the arrays of a run to a new safetensors file."""
     if path.suffix != ".safetensors" or path.exists():
-        raise RecipeError(f"FILE: expected a new file ending in .safetensors; got {path}")
-    model = _model(config, *load_trained(config, say))
+        raise RecipeError(f"OUTPUT: expected a new file ending in .safetensors; got {path}")
+    model = merged(config, *load_trained(config, say))
     return f"{save_tensors(model, path):,} arrays of {config.name} are in {path}"
 
 
 def save_tensors(model: nnx.Module, path: Path) -> int:
     """Write a model's arrays under dotted paths, without the padding of vocabularies."""
-    arrays, variables = {}, dict(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))))
-    for parts, module in nnx.iter_modules(model):
-        for name, variable in vars(module).items():  # `nnx.state` lists shared variables once
-            if isinstance(variable, nnx.Variable) and not isinstance(variable, nnx.RngState):
-                variables.setdefault((*parts, name), variable)
-    for parts, variable in variables.items():
+    arrays = {}
+    for parts, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
         name, value = ".".join(map(str, parts)), unpadded(variable)
         if not hasattr(value, "shape"):
             raise RecipeError(f"{name} holds a {type(value).__name__}; safetensors has arrays only")

@@ -21,7 +21,6 @@ NonNegative = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Strict(), Field(ge=0, lt=1)]
 Share = Annotated[float, Strict(), Field(gt=0, lt=1)]
 Flag = Annotated[bool, Strict()]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 Policy = Literal[
     "float32",
@@ -89,7 +88,7 @@ class PrecisionConfig(Section):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of stored weights and moments."""
     min_size: Whole = 0
-    """Parameters with fewer elements, and their moments, stay in float32."""
+    """Parameters with fewer elements than this, and their moments, stay in float32."""
     frozen: NarrowFormat | Literal["float4_e2m1fn"] | None = None
     """Storage format of weights that LoRA freezes (8 or 4 bits); null for the policy's."""
     exchange: Format | None = None
@@ -128,10 +127,8 @@ class PrecisionConfig(Section):
             raise ValueError(f"readout needs an FP8 policy, such as fp8; got policy {policy}")
         if self.readout == "gradients" and policy == "fp8_delayed":
             raise ValueError("readout gradients needs a policy without delayed scales, such as fp8")
-        if self.scalify and self.gradients:
-            raise ValueError("scalify stores gradients in its own format; set gradients null")
-        if self.scalify and self.scaled_state:
-            raise ValueError("scalify stores weights and moments itself; set both null")
+        if self.scalify and (self.gradients or self.scaled_state):
+            raise ValueError("scalify needs weights, moments and gradients null, as it stores them")
         if matmuls is not None and (matmuls == "fp8") != (self.scalify is not None):
             need = "scalify" if matmuls == "fp8" else "scalify null"
             raise ValueError(f"matmuls {matmuls} needs {need}; got scalify {self.scalify}")
@@ -206,7 +203,7 @@ class TrainConfig(Section):
     eval_every: Count = 200
     """Steps between validation losses."""
     eval_batches: Count = 16
-    """Most batches per validation loss during training."""
+    """Largest number of batches per validation loss during training."""
     checkpoint_every: Count = 200
     """Steps between checkpoints."""
     keep: Count = 2
@@ -265,7 +262,7 @@ class SweepConfig(Section):
     rates: Annotated[int, Strict(), Field(ge=3)] = 5
     """Number of learning rates to train at once."""
     rounds: Count = 3
-    """Most rounds of the search; a round extends the rates if the best one is at an end."""
+    """Largest number of rounds; another follows if the best rate is the lowest or the highest."""
     when: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
     """Keys to set by condition, such as `model.library=plain seed=0`; null skips such points."""
 
@@ -288,7 +285,7 @@ class RunConfig(Section):
 
     recipe: str
     """Name of the recipe."""
-    name: Name
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run's folder: letters, digits, dot, dash and underscore."""
     seed: Whole = Field(default=0, le=2**32 - 1)
     """Seed of parameters, data order and dropout."""
@@ -313,13 +310,10 @@ class RunConfig(Section):
     @classmethod
     def upgraded(cls, tree: Any) -> Any:
         """Translate a config stored by an earlier version to today's keys."""
-        if not isinstance(tree, dict):
-            return tree
-        tree, moved = copy.deepcopy(tree), cls.moved
-        if "precision" not in tree:
-            moved = MOVED | moved
-            fp8 = (tree.get("scalify") or {}).get("products")
-            tree["precision"] = {"matmuls": "fp8"} if fp8 else {}
+        tree = copy.deepcopy(tree)
+        moved = cls.moved if "precision" in tree else MOVED | cls.moved
+        fp8 = (tree.get("scalify") or {}).get("products")
+        tree.setdefault("precision", {"matmuls": "fp8"} if fp8 else {})
         for old, new in moved.items():
             section, name = _section(tree, old)
             if new.startswith(f"{old}.") and isinstance(section.get(name), dict):
@@ -352,19 +346,18 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
         optimizer, precision, mesh = self.optimizer, self.precision, self.mesh or MeshConfig()
-        warmup = optimizer.warmup_steps
-        if warmup >= self.train.steps:
-            raise ValueError(f"optimizer.warmup_steps must be below train.steps; got {warmup}")
+        steps, warmup = self.train.steps, optimizer.warmup_steps
+        if warmup >= steps:
+            raise ValueError(f"optimizer.warmup_steps {warmup} must be below train.steps {steps}")
         if precision.loss_scale == "dynamic" and optimizer.skip_nonfinite:
             raise ValueError("precision.loss_scale dynamic needs optimizer.skip_nonfinite 0")
         if precision.frozen and (getattr(self, "lora", None) is None or precision.scalify):
             raise ValueError("precision.frozen needs lora, and precision.scalify null")
-        if precision.exchange is not None and self.mesh is None:
-            raise ValueError("precision.exchange needs mesh; got mesh null; set mesh.data")
-        shared = max(mesh.data, mesh.fsdp) < mesh.data * mesh.fsdp * mesh.context * mesh.tensor
-        if precision.exchange and (shared or precision.scalify):
+        devices = mesh.data * mesh.fsdp * mesh.context * mesh.tensor
+        alone = self.mesh is not None and devices == max(mesh.data, mesh.fsdp)
+        if precision.exchange and (precision.scalify or not alone):
             raise ValueError(
-                "precision.exchange needs a mesh of data or fsdp alone, precision.scalify null"
+                "precision.exchange needs a mesh of data or fsdp alone, and scalify null"
             )
         parts = mesh.data * mesh.fsdp * self.data.micro_batches
         if self.data.batch_size % parts:
@@ -373,22 +366,18 @@ class RunConfig(Section):
                 f"{parts} and {self.data.batch_size}; change one of them"
             )
         if mesh.context > 1 and (self.sequence is None or self.sequence % mesh.context):
-            raise ValueError(
-                "mesh.context must divide data.sequence_length of recipes gpt and bert; got "
-                f"{mesh.context} and {self.sequence}"
-            )
+            got = f"got {mesh.context} and {self.sequence}"
+            raise ValueError(f"mesh.context must divide data.sequence_length (gpt, bert); {got}")
         # Recipe finetune has no `library`: its `init` decides.
         library = getattr(getattr(self, "model", None), "library", None)
         if library == "plain" and ("fp8" in precision.policy or optimizer.umup):
-            raise ValueError(
-                "an FP8 precision.policy and optimizer.umup need a unitscale model; got a plain "
-                "one; set optimizer.umup false, and precision.matmuls in place of an FP8 policy"
-            )
+            what = "plain models need optimizer.umup false"
+            raise ValueError(f"{what}, and precision.matmuls in place of an FP8 precision.policy")
         plain = library != "unitscale" and self.converts
         if (precision.scalify or precision.matmuls) and not plain:
             raise ValueError(
-                "precision.scalify and precision.matmuls are for plain models of recipes gpt, "
-                "images and finetune; set both null, and precision.policy instead"
+                "precision.scalify and precision.matmuls need a plain model of recipe gpt, images "
+                "or finetune; set precision.policy instead"
             )
         no_matmuls = library == "plain" and precision.matmuls is None
         if precision.exchange and mesh.fsdp > 1 and (no_matmuls or precision.exchange == "float16"):
@@ -402,7 +391,7 @@ class RunConfig(Section):
 
 
 def _section(tree: dict[str, Any], key: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
-    """Return the section of a dotted key, {} if it is missing, and the key's last part."""
+    """Return the section that holds a dotted key, {} if it is missing, and the key's last part."""
     *sections, name = key.split(".")
     for section in sections:
         inner = tree.get(section)
@@ -480,8 +469,7 @@ def describe_problems(
         in_union = parent in values and isinstance(problem["loc"][-1], str)
         merged = in_union and not entry_of(key, schema)[1]
         groups.setdefault(parent if merged else key, []).append(problem)
-    for key, group in groups.items():
-        yield _describe(key, group, schema)
+    return (_describe(key, group, schema) for key, group in groups.items())
 
 
 def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConfig]) -> str:
@@ -503,15 +491,13 @@ def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConf
     return f"{key} ({meaning}): {expected}; got {group[0]['input']!r}"
 
 
-def unknown_key(key: str, schema: type[RunConfig], takers: Sequence[str] = ()) -> str:
-    """Describe an unknown key: its new name, its constant value, its recipes or the nearest key."""
+def unknown_key(key: str, schema: type[RunConfig]) -> str:
+    """Describe an unknown key: its new name, its constant value or the nearest key."""
     new = MOVED | schema.moved | REMOVED
     if key in new:
         return f"{key} is no longer a key of the config; set {new[key]}"
     if key in schema.constants:
         return f"{key} is no longer a key of the config; it is always {schema.constants[key]}"
-    if takers:
-        return f"{key} is not a key of this recipe; recipes that have it: {', '.join(takers)}"
     fields = dict(valid_keys(schema))
     section, _, last = key.rpartition(".")
     parts = {name: name.rpartition(".") for name in fields}

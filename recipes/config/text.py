@@ -105,10 +105,8 @@ def read_tokenizer(path: str | Path, key: str = "data.tokenizer.path") -> Tokeni
     try:
         return Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more precise
-        raise RecipeError(
-            f"{key}: expected {path} to be a tokenizer.json of the tokenizers library; got: "
-            f"{error!s:.200}; give another file"
-        ) from error
+        what = f"{key}: expected {path} to be a tokenizer.json of the tokenizers library"
+        raise RecipeError(f"{what}; got: {error!s:.200}") from error
 
 
 def largest_id(tokenizer: Tokenizer) -> int:
@@ -227,10 +225,8 @@ class RopeConfig(Section):
         if self.scaling == "llama3" and high <= low:
             raise ValueError(f"rope: high_factor must be above low_factor; got {high} and {low}")
         if self.scaling == "yarn" and (self.fast < self.slow or self.base <= 1):
-            raise ValueError(
-                "rope: beta_fast must be at least beta_slow, and the base above 1; got "
-                f"{self.fast}, {self.slow} and {self.base}"
-            )
+            got = f"got {self.fast}, {self.slow} and {self.base}"
+            raise ValueError(f"rope: beta_fast must be at least beta_slow, the base above 1; {got}")
         return self
 
 
@@ -331,8 +327,7 @@ class LanguageConfig(RunConfig):
     @classmethod
     def upgraded(cls, tree: Any) -> Any:
         tree = super().upgraded(tree)
-        model = tree.get("model") if isinstance(tree, dict) else None
-        if isinstance(model, dict):
+        if isinstance(model := tree.get("model"), dict):
             model.setdefault("scan", False)  # the only way before there was a choice
         return tree
 
@@ -382,9 +377,8 @@ class LanguageConfig(RunConfig):
             least, got = tokenizer.ids, self.model.vocab
             raise ValueError(f"model.vocab must be at least the tokenizer's {least}; got {got}")
         if context is not None and context < length:
-            raise ValueError(
-                f"model.context must be at least data.sequence_length; got {context} and {length}"
-            )
+            got = f"got {context} and {length}"
+            raise ValueError(f"model.context must be at least data.sequence_length; {got}")
         return self
 
 
@@ -402,9 +396,8 @@ def filled_from(
         given["data.tokenizer"] = data.get("tokenizer"), tokenizer
     for key, (value, wanted) in sorted(given.items()):
         if not _agrees(value, wanted):
-            raise RecipeError(
-                f"{key}: expected {wanted!r}, as in init {tree['init']}; got {value!r}; remove it"
-            )
+            what = f"{key}: expected {wanted!r}, as in init {tree['init']}"
+            raise RecipeError(f"{what}; got {value!r}; remove it")
     return tree | {"model": shape | own, "data": data | {"tokenizer": tokenizer}}
 
 

@@ -36,7 +36,7 @@ class SquadConfig(Section):
     """Extractive question answering."""
 
     max_question_length: Count = 64
-    """Most tokens of a question; longer questions are cut."""
+    """Largest number of tokens of a question; longer ones are truncated."""
     negatives: NonNegative | None = None
     """Number of windows without the answer per window with it, in training; null for all."""
     mark_matches: Flag = False

@@ -51,9 +51,6 @@ ARCHITECTURES: dict[str, dict[Task | None, tuple[str, ...]]] = {
 }
 """Architecture names by model type and task (None: no head); `save` writes the first one."""
 
-DECODERS = tuple(kind for kind, tasks in ARCHITECTURES.items() if "lm" in tasks)
-ENCODERS = tuple(kind for kind in ARCHITECTURES if kind not in DECODERS)
-
 # Keys that do not change what these models compute: file names, ids, generation, dropout and other
 # training settings, execution, heads that are not loaded, and aliases.
 INERT = re.compile(
@@ -77,10 +74,8 @@ def model_type(
     """Return the model type of a config.json; refuse unsupported types and custom model code."""
     kind: Any = config.get("model_type")
     if kind not in kinds:
-        raise RecipeError(
-            f"{path / CONFIG}: expected model_type {', '.join(kinds)}; got {kind!r}; give the "
-            "folder of a supported model"
-        )
+        what = f"{path / CONFIG}: expected model_type {', '.join(kinds)}"
+        raise RecipeError(f"{what}; got {kind!r}; give the folder of a supported model")
     # Custom code may compute something else under a standard name: MosaicBERT is "BertForMaskedLM"
     # with ALiBi. Custom tokenizers are fine, because tokenizer.json is read instead.
     if {**(config.get("auto_map") or {})}.keys() - {"AutoTokenizer"}:
@@ -158,8 +153,8 @@ _ROPE_KEYS = {
     "beta_fast": "fast",
     "beta_slow": "slow",
 }
-_NEEDED = {"linear": {"factor"}, "yarn": {"factor"}}
-_NEEDED["llama3"] = {"factor", "low_freq_factor", "high_freq_factor"}
+_FACTORS = {"linear": {"factor"}, "yarn": {"factor"}}
+_FACTORS["llama3"] = {"factor", "low_freq_factor", "high_freq_factor"}
 
 
 def _rope(values: Mapping[str, Any], base: float, context: int, path: Path) -> RopeConfig:
@@ -169,11 +164,9 @@ def _rope(values: Mapping[str, Any], base: float, context: int, path: Path) -> R
     kind = shape.get("scaling", "default")
     if kind == "default":
         return RopeConfig(base=shape["base"])
-    if missing := _NEEDED.get(kind, set()) - given.keys():
-        raise RecipeError(
-            f"{path / CONFIG}: expected rope_type {kind} with {', '.join(sorted(missing))}; got "
-            f"{clipped(given)}; copy the file again"
-        )
+    if missing := _FACTORS.get(kind, set()) - given.keys():
+        what = f"{path / CONFIG}: expected rope_type {kind} with {', '.join(sorted(missing))}"
+        raise RecipeError(f"{what}; got {clipped(given)}; copy the file again")
     if kind != "linear":
         shape.setdefault("context", context)
     if kind != "yarn":
@@ -189,9 +182,8 @@ def _ropes(
     """Read the RoPE of global and local layers, with the default bases `whole` and `local`."""
     kinds = {"full_attention": ("rope", whole), "sliding_attention": ("local_rope", local)}
     if extra := given.keys() - kinds.keys():
-        raise RecipeError(
-            f"{path / CONFIG}: rope_parameters: expected {' and '.join(kinds)}; got {min(extra)}"
-        )
+        what = f"{path / CONFIG}: rope_parameters: expected {' and '.join(kinds)}"
+        raise RecipeError(f"{what}; got {min(extra)}")
     return {
         name: _rope(given.get(kind) or {}, base, context, path)
         for kind, (name, base) in kinds.items()
@@ -203,10 +195,8 @@ def _local_layers(
 ) -> tuple[int, ...]:
     """Return the indices of local layers, from `layer_types` or the model's `usual` pattern."""
     if types is not None and len(types) != len(usual):
-        raise RecipeError(
-            f"{path / CONFIG}: expected layer_types of {len(usual)} layers; got {len(types)}; "
-            "correct the file"
-        )
+        what = f"{path / CONFIG}: expected layer_types of {len(usual)} layers"
+        raise RecipeError(f"{what}; got {len(types)}; correct the file")
     local = usual if types is None else [kind == "sliding_attention" for kind in types]
     return tuple(index for index, is_local in enumerate(local) if is_local)
 
@@ -455,15 +445,15 @@ def shape_in(config: Mapping[str, Any], path: Path) -> Any:
 
 def shape_of_decoder(folder: str) -> GPTModelConfig:
     """Read the shape of the decoder in a folder, from config.json alone."""
-    return _shape_of(Path(folder), DECODERS)
+    return _shape_of(Path(folder), "lm")
 
 
 def shape_of_bert(folder: str) -> EncoderConfig:
     """Read the shape of the encoder in a folder, from config.json alone."""
-    return _shape_of(Path(folder), ENCODERS)
+    return _shape_of(Path(folder), "masked_lm")
 
 
-def _shape_of(path: Path, kinds: Collection[str]) -> Any:
+def _shape_of(path: Path, task: Task) -> Any:
     config = read_config(path)
-    model_type(config, path, kinds)
+    model_type(config, path, [kind for kind, tasks in ARCHITECTURES.items() if task in tasks])
     return shape_in(config, path)

@@ -24,7 +24,6 @@ _TEXTS = (
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
-
 _FLOAT8 = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "F8_E5M2": np.dtype(jnp.float8_e5m2)}
 FLOAT8 = tuple(_FLOAT8.values())
 
@@ -99,10 +98,8 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarra
                     found[name] = array.reshape(raw["shape"])
         return metadata, dict(sorted(found.items()))
     except (OSError, SafetensorError, AttributeError, TypeError) as error:
-        raise RecipeError(
-            f"{path}: expected a safetensors file of types such as F32, F16 and BF16; got "
-            f"{error}; copy the file again, or convert it"
-        ) from error
+        what = f"{path}: expected a safetensors file of types such as F32, F16 and BF16"
+        raise RecipeError(f"{what}; got {error}; copy it again, or convert it") from error
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,9 +84,9 @@ def load(
     own = {"dropout": dropout, "remat": remat, "classes": classes if new_head else None}
     changes = {key: value for key, value in own.items() if value is not None}
     config = shape_in(source.config, source.path).model_copy(update=changes)
-    kept = jnp.float32 if param_dtype is None else param_dtype
 
     def make() -> GPT | Bert:
+        kept = param_dtype or jnp.float32
         options: Any = {"dtype": dtype, "param_dtype": kept, "precision": precision}
         options["rngs"] = nnx.Rngs(params=seed, dropout=seed)
         return GPT(config, **options) if task == "lm" else Bert(config, task, **options)
@@ -104,9 +104,8 @@ def load(
             f"{source.path}: expected the classes of the folder's own head; got {classes}; give a "
             "folder without a head for this task"
         )
-    _fill(model, table, source, param_dtype, np if on_host else jnp)
-    if keep_fp8:
-        _fill_fp8(model, table, source)
+    narrow = source.narrow if keep_fp8 else {}
+    _fill(model, table, source, param_dtype, np if on_host else jnp, narrow)
     if adapter is not None:
         merge_adapter(model, adapter)
     return Pretrained(model, config, task, drawn, source, table)
@@ -136,12 +135,13 @@ def save(
     if labels and tuple(labels) != getattr(pretrained.config, "labels", ()):
         source = _with_config(source, labels)
     values = values_by_path(pretrained.params if params is None else params)
-    tensors = {}
+    tensors, linear, kind = {}, [], source.config["model_type"]
     for name, old in source.tensors.items():
-        entry = pretrained.table.get(full_name(name, source.config["model_type"]))
+        entry = pretrained.table.get(full_name(name, kind))
         if entry is None:
             tensors[name] = old
             continue
+        linear += [name] if entry.is_linear else []
         parts = {path: np.asarray(to_array(values[path])) for path in entry.paths}
         tensors[name] = entry.pack(parts).astype(old.dtype)
         if not np.isfinite(tensors[name]).all() and np.isfinite(old).all():
@@ -150,15 +150,10 @@ def save(
                 "save an earlier state, or start from files of a wider dtype"
             )
     if fp8 is not None:
-        table, kind = pretrained.table, source.config["model_type"]
-        full = {name: table.get(full_name(name, kind)) for name in tensors}
-        names = [name for name, entry in full.items() if entry and entry.is_linear]
-        if pretrained.task != "lm" or not names:
-            raise RecipeError(
-                f"{source.path}: expected a decoder of the Llama family for FP8; got model_type "
-                f"{kind}"
-            )
-        source = quantized(source, tensors, names, fp8)
+        if pretrained.task != "lm" or not linear:
+            what = f"expected a decoder of the Llama family for FP8; got model_type {kind}"
+            raise RecipeError(f"{source.path}: {what}")
+        source = quantized(source, tensors, linear, fp8)
         tensors = source.tensors
     write_folder(Path(folder), source, tensors)
 
@@ -186,23 +181,24 @@ def _missing(
     if extra := sorted(name for name in others if not is_unused(names[name], kind)):
         raise RecipeError(
             f"{source.path}: expected only tensors of the model in {CONFIG}; got {_list(extra)} as "
-            f"well; give the {CONFIG} that belongs to the weights"
+            f"well; give the {CONFIG} of these weights"
         )
     return tuple(missing)
-
-
-def _variables(model: nnx.Module) -> dict[str, nnx.Param]:
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return {".".join(map(str, path)): cast("nnx.Param", leaf) for path, leaf in flat}
 
 
 def _list(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, library: Any) -> None:
-    """Set a model's parameters from tensors, as arrays of `library` (NumPy or jax.numpy)."""
-    variables = _variables(model)
+def _fill(
+    model: nnx.Module, table: Table, source: Folder, param_dtype: Any, library: Any, narrow: Any
+) -> None:
+    """Set a model's parameters from tensors, as arrays of `library` (NumPy or jax.numpy).
+
+    The kernels of linear layers in `narrow`, which are ScaledArrays by name, stay in FP8.
+    """
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    variables: Any = {".".join(map(str, path)): variable for path, variable in state}
     filled: dict[str, str] = {}
     for name, array in source.tensors.items():
         entry = table.get(full_name(name, source.config["model_type"]))
@@ -212,8 +208,7 @@ def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, lib
         if array.shape != (wanted := entry.pack(shapes).shape) or array.dtype not in FLOATS:
             raise RecipeError(
                 f"{source.path}: {name} must be {list(wanted)} of float32, float16 or bfloat16; "
-                f"got {list(array.shape)} of {array.dtype}; give the {CONFIG} that belongs to the "
-                "weights"
+                f"got {list(array.shape)} of {array.dtype}; give the {CONFIG} of these weights"
             )
         for path, piece in entry.unpack(array).items():
             if path not in filled:
@@ -225,15 +220,8 @@ def _fill(model: nnx.Module, table: Table, source: Folder, param_dtype: Any, lib
                     f"{source.path}: {filled[path]} and {name} are tied but differ; set "
                     f"tie_word_embeddings false in {CONFIG} if they are not tied"
                 )
-
-
-def _fill_fp8(model: nnx.Module, table: Table, source: Folder) -> None:
-    """Set the kernels of linear layers that a folder stores in FP8, as ScaledArrays."""
-    variables = _variables(model)
-    for name, value in source.narrow.items():
-        entry = table.get(full_name(name, source.config["model_type"]))
-        if entry is not None and entry.is_linear:
-            variables[entry.paths[0]].set_value(value.T)
+        if entry.is_linear and name in narrow:
+            variables[entry.paths[0]].set_value(narrow[name].T)
 
 
 def _with_new_head(pretrained: Pretrained) -> Folder:
@@ -244,10 +232,9 @@ def _with_new_head(pretrained: Pretrained) -> Folder:
     tensors = {name: array for name, array in full.items() if name in table}
     dtype, values = next(iter(tensors.values())).dtype, values_by_path(pretrained.params)
     tensors |= {name: np.asarray(table[name].pack(values), dtype) for name in pretrained.drawn}
-    labels: list[str] = []
-    if pretrained.task == "classification":
-        classes = cast("EncoderConfig", pretrained.config).classes
-        labels = [f"LABEL_{index}" for index in range(classes)]
+    config: Any = pretrained.config
+    count = config.classes if pretrained.task == "classification" else 0
+    labels = [f"LABEL_{index}" for index in range(count)]
     texts = {name: text for name, text in source.texts.items() if name != INDEX}
     files = {SINGLE: ({"format": "pt"}, list(tensors))}
     source = replace(source, texts=texts, files=files, tensors=tensors)

@@ -198,13 +198,9 @@ def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
         # Two parts of a name, because GPT-2 has a c_proj both in attention and in the MLP.
         "target_modules": sorted({".".join(name.split(".")[-2:]) for name in updated}),
         "fan_in_fan_out": not all(tensor.transposed for tensor in updated.values()),
-        "bias": "none",
-        "use_rslora": False,
-        "init_lora_weights": True,
         "inference_mode": True,
     }
     with refused(f"cannot write {folder}", "give a folder that can be written"):
@@ -227,11 +223,10 @@ def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:
     updates, updated = _read_adapter(Path(folder), model), updated_tensors(model.config, lora)
     found = {(a.shape[1], scale * a.shape[1]) for a, _, scale in updates.values()}
     if updates.keys() != updated.keys() or found != {(lora.rank, lora.alpha)}:
+        names = ", ".join(sorted({name.split(".")[-1] for name in updates}))
         raise RecipeError(
-            f"lora: expected the targets, rank and alpha of lora.init {folder}, which updates "
-            f"{', '.join(sorted({name.split('.')[-1] for name in updates}))} with (rank, alpha) "
-            f"{sorted(found)}; got {', '.join(lora.targets)} with {(lora.rank, lora.alpha)}; "
-            "correct lora"
+            f"lora: expected the targets, rank and alpha of lora.init {folder}, {names} with "
+            f"{sorted(found)}; got {', '.join(lora.targets)} with {(lora.rank, lora.alpha)}"
         )
     for name, (a, b, _) in updates.items():
         for path, piece in updated[name].split(b).items():

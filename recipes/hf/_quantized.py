@@ -32,17 +32,16 @@ def dequantize(folder: Folder) -> Folder:
     scheme = folder.config.get(KEY)
     if scheme is None:
         return folder
-    method, kept = scheme.get("quant_method"), dict(folder.tensors)
-    narrow: dict[str, ScaledArray] = {}
-    if method not in _METHODS:
+    if (method := scheme.get("quant_method")) not in _METHODS:
         raise RecipeError(
             f"{folder.path}: {KEY}.quant_method: expected {' or '.join(_METHODS)}; got {method!r}; "
             "give the folder of the model before it was quantized"
         )
     wanted = str(folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16")
     dtype = jnp.dtype(wanted.removeprefix("torch."))
-    for name in [name for name in kept if name.rpartition(".")[2] in _IGNORED]:
-        del kept[name]
+    narrow: dict[str, ScaledArray] = {}
+    given = folder.tensors.items()
+    kept = {name: array for name, array in given if name.rpartition(".")[2] not in _IGNORED}
     for name in [name for name, array in kept.items() if array.dtype in FLOAT8]:
         scales = [s for s in (name.removesuffix("weight") + part for part in _SCALES) if s in kept]
         if not name.endswith("weight") or len(scales) != 1:
@@ -59,13 +58,13 @@ def dequantize(folder: Folder) -> Folder:
 def _scaled(
     path: Path, name: str, weight: np.ndarray, scale: np.ndarray, scheme: Mapping[str, Any]
 ) -> ScaledArray:
-    """Return a ScaledArray of an FP8 weight, for the kind of scale that the shape tells."""
+    """Return an FP8 weight as a ScaledArray, with a scale per tensor, per output or per block."""
     scale = np.asarray(scale, np.float32)
     outputs, inputs = weight.shape
-    if scale.size == 1:
-        return ScaledArray(jnp.asarray(weight), jnp.asarray(scale.reshape(())))
-    if scale.size == outputs and scale.shape in ((outputs,), (outputs, 1)):
-        return ScaledArray(jnp.asarray(weight), jnp.asarray(scale.reshape(outputs, 1)))
+    per_output = scale.shape in ((outputs,), (outputs, 1))
+    if scale.size == 1 or per_output:
+        scale = scale.reshape((outputs, 1) if per_output else ())
+        return ScaledArray(jnp.asarray(weight), jnp.asarray(scale))
     groups = scheme.get("config_groups") or {}
     sizes = [scheme.get("weight_block_size")]
     sizes += [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
@@ -74,9 +73,8 @@ def _scaled(
             blocks = min(int(size[0]), outputs), min(int(size[1]), inputs)
             return ScaledArray(jnp.asarray(weight), jnp.asarray(scale), block_shape=blocks)
     raise RecipeError(
-        f"{path}: the scale of {name} {list(weight.shape)} must be one number, one per output, or "
-        f"one per block of {KEY}; got {list(scale.shape)}; give the {CONFIG} that belongs to the "
-        "weights"
+        f"{path}: the scale of {name} {list(weight.shape)} must be one number, or one per output "
+        f"or block of {KEY}; got {list(scale.shape)}; give the {CONFIG} of these weights"
     )
 
 
@@ -94,7 +92,6 @@ def quantized(
         written[f"{name.removesuffix('weight')}{_SCALES[not block]}"] = (
             scale.reshape(1) if scheme == "tensor" else scale
         )
-    others = ["lm_head"]
     eight: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
     if block:
         method: dict[str, Any] = {
@@ -102,7 +99,7 @@ def quantized(
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [_SIZE, _SIZE],
-            "modules_to_not_convert": others,
+            "modules_to_not_convert": ["lm_head"],
         }
     else:
         of_inputs = eight | {"strategy": "token" if scheme == "channel" else "tensor"}
@@ -116,7 +113,7 @@ def quantized(
             "format": "float-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": others,
+            "ignore": ["lm_head"],
         }
     return _with_tensors(folder, folder.config | {KEY: method}, written)
 

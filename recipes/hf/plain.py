@@ -28,13 +28,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    stored: Any = None,
-    cap: float | None = None,
-    **options,
+    q: jax.Array, k: jax.Array, v: jax.Array, *, stored=None, cap: float | None = None, **options
 ) -> jax.Array:
     """Call `jax.nn.dot_product_attention`, with cuDNN's kernel where it supports the call.
 
@@ -96,9 +90,7 @@ def rotate(
 ) -> jax.Array:
     """Rotate the pairs of features i, i + head_dim / 2 of x (batch, time, heads, head_dim)."""
     angle = positions[:, None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if factor != 1:
-        cos, sin = cos * factor, sin * factor
+    cos, sin = factor * jnp.cos(angle), factor * jnp.sin(angle)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
     return turned.astype(x.dtype)

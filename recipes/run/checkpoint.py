@@ -41,8 +41,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=not read_only, read_only=read_only
         )
-        todo = "free space or change permissions"
-        with refused(f"train.runs_dir: cannot use {self._folder}", todo):
+        with refused(f"train.runs_dir: cannot use {self._folder}", "change its permissions"):
             if not read_only:
                 self._folder.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(self._folder, options=options)
@@ -125,11 +124,10 @@ class Checkpoints:
                     self._manager.reload()
                     damage += f"; moved it to {aside}"
                 say(f"{damage}; trying the one before")
-        if steps:
-            todo = "restore one from a backup, or train again with --fresh"
-            all_damaged = f"every checkpoint in {self._folder} was damaged (steps {steps})"
-            raise RecipeError(f"{all_damaged}; {todo}", exit_code=1)
-        return None
+        if not steps:
+            return None
+        what = f"every checkpoint in {self._folder} was damaged (steps {steps})"
+        raise RecipeError(f"{what}; restore a backup, or train with --fresh", exit_code=1)
 
     def close(self) -> None:
         with contextlib.suppress(RecipeError):
@@ -151,11 +149,9 @@ class Checkpoints:
         for name in sorted(wanted.keys() | shapes.keys()):
             expected = _shape(wanted[name]) if name in wanted else "nothing"
             if (found := shapes.get(name, "nothing")) != expected:
-                raise RecipeError(
-                    f"the checkpoint of step {step} in {self._folder} is of another model: for "
-                    f"{name} expected {expected}; got {found}; use the config and the version "
-                    "that wrote it, or --fresh"
-                )
+                what = f"the checkpoint of step {step} in {self._folder} is of another model"
+                todo = "use the config and the version that wrote it, or --fresh"
+                raise RecipeError(f"{what}: for {name} expected {expected}; got {found}; {todo}")
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, wanted)
         with ocp.StandardCheckpointer() as reader:
             arrays = reader.restore(folder / "state", abstract)

@@ -26,17 +26,12 @@ ROWS = "rows.jsonl"
 """File name of the results in a sweep's folder."""
 SCORES = "scores.json"
 """File name of the scores in a run's folder."""
-OUTCOME = "outcome.json"
-"""File name of what a finished run printed, and of what that depends on."""
 
 # Keys that may change when a run is resumed, because they do not affect its state.
 _FREE = (
-    "sweep.",
-    *(f"train.{key}" for key in ("runs_dir", "logger", "eval_", "checkpoint_every", "keep")),
-    "train.sample_",
-    "data.cache_dir",
+    *("sweep.", "train.runs_dir", "data.cache_dir", "model.attention_implementation"),
+    *(f"train.{key}" for key in ("logger", "eval_", "checkpoint_every", "keep", "sample_")),
     *(f"mesh.{axis}" for axis in ("data", "fsdp", "context", "tensor")),
-    "model.attention_implementation",
 )
 
 
@@ -73,8 +68,7 @@ def similar(path: Path, *folders: Path) -> str:
     """Suggest a path like one that does not exist; "" if there is none."""
     near = [found for folder in (path.parent, *folders) for found in folder.glob("[!.]*")]
     names = [found.name for found in near if found.suffix == ".yaml" or found.is_dir()]
-    cutoff = 0.0 if path.parent.name == "runs" else 0.5
-    close = difflib.get_close_matches(path.name, names, 1, cutoff)
+    close = difflib.get_close_matches(path.name, names, 1, 0.5)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
@@ -93,7 +87,6 @@ def locked(config: RunConfig) -> Iterator[None]:
     lock = filelock.FileLock(path, blocking=False)
     with _writing(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # for a clearer error than that of the lock
         try:
             lock.acquire()
         except filelock.Timeout:
@@ -130,7 +123,7 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
                     todo += f"; to train longer, set another name, and init={folder}"
                 raise _other_config(folder, changed, todo)
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / CONFIG, dump_config(config))
+        write_whole(folder / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
     return folder
 
 
@@ -163,25 +156,24 @@ def _other_config(folder: Path, changed: dict[str, str], todo: str) -> RecipeErr
 
 
 def with_kept_scan(config: Config) -> Config:
-    """Return the config with `model.scan` as in its run's folder, if it is auto and all else fits.
+    """Replace `model.scan` auto by the value in the run's folder, if the model is otherwise equal.
 
-    Runs of earlier versions have layers one by one. So do those with `precision.layers`, whose
-    patterns have numbers of layers.
+    Earlier versions did not stack layers. Neither do runs with `precision.layers`, whose patterns
+    name single layers.
     """
     model: Any = getattr(config, "model", None)
     if model.scan != "auto":
         return config
-    scan = False if config.precision.layers else "auto"
-    folder = run_folder(config)
-    with contextlib.suppress(RecipeError):  # of a folder that another command will refuse
-        kept: Any = written_config(folder, type(config)) if is_run(folder) else config
+    scan, folder = False if config.precision.layers else "auto", run_folder(config)
+    with contextlib.suppress(RecipeError):  # the folder is not that of such a run
+        kept: Any = written_config(folder, type(config))
         if kept.model.model_copy(update={"scan": "auto"}) == model:
-            scan = kept.model.scan if kept is not config else scan
+            scan = kept.model.scan
     return config.model_copy(update={"model": model.model_copy(update={"scan": scan})})
 
 
 def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
-    """Read the config of the run in `init`; `other` is what else `init` may be, for the message."""
+    """Read the config of the run in `init`; the message says that `other` is allowed, too."""
     folder = Path(init)
     if not is_run(folder):
         (recipe,) = get_args(kind.model_fields["recipe"].annotation)
@@ -197,25 +189,22 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
     path = folder / CONFIG
     try:
         tree = yaml.safe_load(path.read_text("utf-8"))
-        wanted = get_args(kind.model_fields["recipe"].annotation)
-        found = tree.get("recipe", "gpt") if isinstance(tree, dict) else None
-        if found is not None and wanted and found not in wanted:
-            raise RecipeError(
-                f"{path}: expected a run of recipe {' or '.join(wanted)}; got one of {found}"
-            )
+        if not isinstance(tree, dict):
+            raise ValueError("no mapping of keys")
+        found, wanted = tree.get("recipe", "gpt"), get_args(kind.model_fields["recipe"].annotation)
+        if wanted and found not in wanted:
+            raise RecipeError(f"{path}: expected a run of recipe {wanted[0]}; got one of {found}")
         return kind.model_validate(kind.upgraded(tree))
     except (OSError, yaml.YAMLError, ValueError) as error:
-        raise RecipeError(
-            f"{path}: expected the config of a run of {kind.__name__}; got: {error}; give the "
-            "folder of such a run, or move this one aside with --fresh"
-        ) from error
+        todo = "give the folder of such a run, or move this one aside with --fresh"
+        what = f"{path}: expected the config of a run of {kind.__name__}"
+        raise RecipeError(f"{what}; got: {error}; {todo}") from error
 
 
 def other_data(folder: Path) -> RecipeError:
-    return RecipeError(
-        f"data: it is not what {folder} was trained on (another Python version, or changed files); "
-        "restore the files, change name, or pass --fresh"
-    )
+    why = "another Python version, or changed files"
+    todo = "restore the files, change name, or pass --fresh"
+    return RecipeError(f"data: it is not what {folder} was trained on ({why}); {todo}")
 
 
 def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
@@ -229,10 +218,6 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         name = prefix + key
         flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
-
-
-def dump_config(config: RunConfig) -> str:
-    return yaml.safe_dump(config.model_dump(), sort_keys=False)
 
 
 class Logger(NamedTuple):
@@ -266,7 +251,10 @@ class Metrics:
             opened.close()
 
 
-def open_metrics(config: RunConfig, folder: Path, resume_step: int) -> Metrics:
+def open_metrics(config: RunConfig, folder: Path | None, resume_step: int) -> Metrics:
+    """Open the metrics of a run whose next step is `resume_step`; without a folder, write none."""
+    if folder is None:
+        return Metrics(None)
     name, logger = config.train.logger, None
     try:
         if name == "tensorboard":

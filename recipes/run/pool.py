@@ -23,16 +23,16 @@ def start_process() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it touches
 
 
-def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory on CPU, unless the environment sets malloc; return success."""
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory on a CPU, unless environment variables configure malloc."""
     # Otherwise the kernel clears pages in every step, a quarter of a small model's time.
     told = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     accelerators = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
     platforms = os.environ.get("JAX_PLATFORMS") or ("other" if accelerators else "cpu")
     if told or platform.libc_ver()[0] != "glibc" or platforms != "cpu":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return min(mallopt(*setting) for setting in _SETTINGS.values()) == 1
+        return
+    for setting in _SETTINGS.values():
+        ctypes.CDLL(None).mallopt(*setting)
 
 
 def each(

@@ -26,20 +26,11 @@ from ..recipe import loss_inputs
 
 
 @contextlib.contextmanager
-def joined(
-    address: str | None = None,
-    count: int | None = None,
-    index: int | None = None,
-    detect: bool = False,
-    heartbeat: int = 100,
-) -> Iterator[None]:
-    """Connect the processes of a run, if it has several; see `unitscale.parallel.initialize`."""
+def joined(**options: Any) -> Iterator[None]:
+    """Connect the processes of a run; `options` are those of `unitscale.parallel.initialize`."""
     # The training loop handles SIGTERM itself, in `StopRequest`.
     jax.config.update("jax_enable_preemption_service", False)
-    try:
-        several = initialize(address, count, index, detect=detect, heartbeat=heartbeat)
-    except ValueError as error:
-        raise RecipeError(f"processes: {error}") from error
+    several = initialize(**options)
     try:
         yield
         if several:
@@ -67,10 +58,8 @@ def check_alike(facts: Mapping[str, Any]) -> None:
     names, values = list(own), [zlib.crc32(repr(own[name]).encode()) for name in own]
     rows = gathered(np.array(values, np.uint32))
     if differ := [names[column] for column in np.flatnonzero((rows != rows[0]).any(0))]:
-        raise RecipeError(
-            "processes: expected the same config, data and versions in each; they differ in "
-            f"{', '.join(differ)}; start every process with the same command and files"
-        )
+        what = f"processes: expected the same in each; they differ in {', '.join(differ)}"
+        raise RecipeError(f"{what}; start every process with the same command, files and versions")
 
 
 def gathered(value: Any) -> np.ndarray:
@@ -107,16 +96,11 @@ class StopRequest(contextlib.ExitStack):
 def open_mesh(config: RunConfig) -> Mesh | None:
     """Make a config's mesh over all devices; return None for a single device."""
     if config.mesh is None:
-        if jax.process_count() > 1:
-            raise RecipeError(
-                f"mesh: expected a mesh of the {jax.device_count()} devices of all "
-                f"{jax.process_count()} processes; got null; set mesh.data={jax.device_count()}"
-            )
+        if (count := jax.process_count()) > 1:
+            what = f"mesh: expected the {jax.device_count()} devices of {count} processes"
+            raise RecipeError(f"{what}; got null; set mesh.data={jax.device_count()}")
         return None
-    try:
-        return make_mesh(config.mesh.model_dump())
-    except ValueError as error:
-        raise RecipeError(f"mesh: {error}") from error
+    return make_mesh(config.mesh.model_dump())
 
 
 def place(state: Any, mesh: Mesh | None) -> Any:
@@ -152,7 +136,7 @@ def over(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def divided(batch: Any, mesh: Mesh | None) -> Any:
-    """Return the loss's arguments with sharding constraints, in a compiled function."""
+    """In a compiled function, return the loss's arguments with sharding constraints."""
     if mesh is None:
         return batch
     inputs, rows = loss_inputs(batch), batch_axes(mesh)

@@ -18,15 +18,7 @@ from unitscale.parallel import AutoScale
 from unitscale.quant import QuantState, Static, Unit
 from unitscale.transforms import scalify
 
-from ..config import (
-    TOKENIZER_FILE,
-    DataConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RunConfig,
-    SequenceConfig,
-    TokenizerConfig,
-)
+from ..config import TOKENIZER_FILE, OptimizerConfig, PrecisionConfig, RunConfig, TokenizerConfig
 from ..errors import RecipeError, Say
 from ..recipe import recipe_of
 from .checkpoint import Checkpoints, Restored
@@ -53,13 +45,11 @@ def scalified(precision: PrecisionConfig, f: Callable[..., Any]) -> Callable[...
 
 
 def scaled(precision: PrecisionConfig, tree: Any, scale: Any = None) -> Any:
-    """Convert floating arrays to ScaledArrays in scalify's format, if the config asks for it."""
+    """Convert floating arrays to ScaledArrays in scalify's format, if the config asks for it.
+
+    Give batches a `scale` of 1: their floating arrays are near 1.
+    """
     return as_scaled(tree, scale, jnp.dtype(precision.scalify)) if precision.scalify else tree
-
-
-def fed(precision: PrecisionConfig, batch: Any) -> Any:
-    """Convert a batch, whose floating arrays are near 1, to ScaledArrays of scale 1 for scalify."""
-    return scaled(precision, batch, 1)
 
 
 def plain(precision: PrecisionConfig, tree: Any) -> Any:
@@ -75,20 +65,20 @@ def watch_overflow(
         return state, {}
     monitor = OverflowMonitor(limit=config.precision.monitor)
     model = nnx.merge(graphdef, state.params, state.rest)
-    shares = {f"saturated/{_name(entry)}": entry.share for entry in monitor.read(model)}
+
+    def name(entry: Overflow) -> str:
+        return f"{entry.layer.rpartition('.')[0]}.{entry.tensor}"
+
+    shares = {f"saturated/{name(entry)}": entry.share for entry in monitor.read(model)}
     if config.precision.rebalance and (moved := monitor.rebalance(model)):
         for entry in moved:
-            say(f"{_name(entry)}: {entry.share:.2%} saturated, scale now {entry.scale:g}")
+            say(f"{name(entry)}: {entry.share:.2%} saturated, scale now {entry.scale:g}")
         others = nnx.filter_state(state.rest, nnx.Not(AmaxState))
         rest = nnx.merge_state(nnx.state(model, AmaxState), others)
         # On the devices of the old arrays, as the compiled step expects.
         rest = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), rest, state.rest)
         state = state._replace(rest=rest)
     return state, shares
-
-
-def _name(entry: Overflow) -> str:
-    return f"{entry.layer.rpartition('.')[0]}.{entry.tensor}"
 
 
 def formats(config: RunConfig) -> dict[str, Any]:
@@ -111,11 +101,6 @@ def convert(state: Any, written: RunConfig, config: RunConfig, optimizer: Any, l
     """Convert the state of the config `written` to the formats of `config`, rounding once."""
     source, target = plain(written.precision, state), plain(config.precision, like)
     params = _stored(config, optimizer, to_array(source.params, jnp.float32))
-    kept = {
-        name: getattr(source, name)
-        for name in ("auto", "skips", "loss_scale")
-        if getattr(source, name) is not None and getattr(target, name) is not None
-    }
     known = dict(jax.tree_util.tree_leaves_with_path(source.rest, is_leaf=is_amax))
 
     def carried(path: Any, leaf: Any) -> Any:
@@ -124,12 +109,16 @@ def convert(state: Any, written: RunConfig, config: RunConfig, optimizer: Any, l
             return value if value.strategy == leaf.strategy else leaf
         return value if value.dtype == leaf.dtype else value.astype(leaf.dtype)
 
-    converted = target._replace(
-        params=params,
-        rest=jax.tree_util.tree_map_with_path(carried, target.rest, is_leaf=is_amax),
-        opt_state=optim.convert_state(source.opt_state, optimizer.init(params)),
-        step=source.step,
-        **kept,
+    def kept(name: str) -> Any:
+        both = getattr(source, name), getattr(target, name)
+        return both[1] if None in both else both[0]
+
+    converted = TrainState(
+        params,
+        jax.tree_util.tree_map_with_path(carried, target.rest, is_leaf=is_amax),
+        optim.convert_state(source.opt_state, optimizer.init(params)),
+        source.step,
+        *map(kept, ("auto", "skips", "loss_scale")),
     )
     return scaled(config.precision, converted)
 
@@ -170,12 +159,9 @@ def make_optimizer(
     """Make a config's optimizer: update rule, clipping, schedule, weight decay, and formats."""
     settings, precision = config.optimizer, config.precision
     schedule = make_schedule(settings, config.train.steps)
-
-    def decays_weight(path: Any, leaf: Any) -> bool:
-        """Return False for vectors; stacked layers have one more axis."""
-        return leaf.ndim - _is_stacked(path) >= 2
-
-    decays = jax.tree_util.tree_map_with_path(decays_weight, params, is_leaf=is_scaled)
+    decays = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.ndim - _is_stacked(path) >= 2, params, is_leaf=is_scaled
+    )
     decay = 0.0 if settings.umup else settings.weight_decay
     b1, b2, eps = settings.b1, settings.b2, settings.adam_eps
     if settings.name == "sgd":
@@ -219,6 +205,7 @@ def make_optimizer(
 
 
 def _is_stacked(path: Any) -> bool:
+    """Return True for a parameter of stacked layers, which has one more axis."""
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
     return "layers" in keys[:-1] and not keys[keys.index("layers") + 1].isdecimal()
 
@@ -241,16 +228,16 @@ class Skips(NamedTuple):
     total: jax.Array
     in_a_row: jax.Array
 
+    def after(self, finite: jax.Array) -> Self:
+        skipped = 1 - finite.astype(jnp.int32)
+        return self._replace(total=self.total + skipped, in_a_row=(self.in_a_row + 1) * skipped)
+
 
 class LossScale(NamedTuple):
     """A dynamic loss scale: halved when gradients are not finite, doubled after 2000 good steps."""
 
     value: jax.Array
     good: jax.Array  # good steps since the value last changed
-
-    @classmethod
-    def create(cls) -> Self:
-        return cls(jnp.float32(2.0**16), jnp.int32(0))
 
     def after(self, finite: jax.Array) -> Self:
         doubles = self.good + 1 >= 2000
@@ -271,6 +258,11 @@ class TrainState(NamedTuple):
     loss_scale: LossScale | None = None  # if it is dynamic
 
 
+def merged(config: RunConfig, graphdef: nnx.GraphDef, state: TrainState) -> Any:
+    """Return the model of a state, with plain arrays where scalify had ScaledArrays."""
+    return nnx.merge(graphdef, *plain(config.precision, (state.params, state.rest)))
+
+
 def build_model(config: RunConfig) -> nnx.Module:
     """Build the model of a config, and set the policies of single layers."""
     model = recipe_of(config).build(config)
@@ -279,10 +271,7 @@ def build_model(config: RunConfig) -> nnx.Module:
             if isinstance(layer, nn.Dense):
                 kernel = layer.kernel.get_value()
                 layer.kernel.set_value(cast(kernel, config.precision.initial).astype(kernel.dtype))
-    try:
-        nn.set_policies(model, config.precision.layers)
-    except ValueError as error:
-        raise RecipeError(f"precision.layers: {error}") from error
+    nn.set_policies(model, config.precision.layers)
     return model
 
 
@@ -298,7 +287,7 @@ def init_state(config: RunConfig) -> tuple[nnx.GraphDef, optax.GradientTransform
     if (precision.exchange or "").startswith("float8"):
         state = state._replace(auto=AutoScale.create(params))
     if precision.loss_scale == "dynamic":
-        state = state._replace(loss_scale=LossScale.create())
+        state = state._replace(loss_scale=LossScale(jnp.float32(2.0**16), none.copy()))
     return graphdef, optimizer, scaled(precision, state)
 
 
@@ -307,7 +296,7 @@ def restore(
 ) -> Restored | None:
     """Read the newest complete checkpoint, in the formats and over the mesh of the config."""
 
-    written = config  # with the formats of the checkpoint
+    written = config  # in the formats of the checkpoint
 
     def like(facts: dict[str, Any]) -> TrainState:
         nonlocal written
@@ -325,20 +314,19 @@ def restore(
 
 
 def load_trained(config: RunConfig, say: Say) -> tuple[nnx.GraphDef, TrainState]:
-    """Load a run's newest complete checkpoint, without changing anything on disk."""
+    """Load the state in a run's newest complete checkpoint."""
     graphdef, restored = load_checkpoint(config, say)
     return graphdef, restored.state
 
 
 def load_checkpoint(config: RunConfig, say: Say) -> tuple[nnx.GraphDef, Restored]:
+    """Load a run's newest complete checkpoint, without changing anything on disk."""
     folder = existing_run(config)
     trained = written_config(folder, type(config)).resumed
-    longest, data = trained.longest, config.data
-    if longest is not None and isinstance(data, SequenceConfig) and data.sequence_length > longest:
-        raise RecipeError(
-            f"data.sequence_length: the run in {folder} learned {longest} positions; got "
-            f"{data.sequence_length}; use at most {longest}"
-        )
+    longest, length = trained.longest, config.sequence
+    if longest is not None and length is not None and length > longest:
+        what = f"data.sequence_length: the run in {folder} learned {longest} positions"
+        raise RecipeError(f"{what}; got {length}; use at most {longest}")
     graphdef, _, state = init_state(trained)
     checkpoints = Checkpoints(folder, read_only=True)
     restored = restore(trained, checkpoints, state, None, say)
@@ -369,10 +357,8 @@ def take_weights(
         must = needed is None or path[0] in needed
         if must and shape != value.shape:
             name, folder = ".".join(map(str, path)), run_folder(run)
-            raise RecipeError(
-                f"init: the weights in {folder} do not fit: expected {name} {value.shape}; the run "
-                f"has {shape}; give the run of a model of this shape"
-            )
+            what = f"init: the weights in {folder} do not fit: expected {name} {value.shape}"
+            raise RecipeError(f"{what}; the run has {shape}; give the run of a model of this shape")
         if must or (path in found and path[0] in wanted):
             variable.set_value(jnp.asarray(found[path], value.dtype))
     nnx.update(model, own)
@@ -380,9 +366,8 @@ def take_weights(
 
 def with_kept_tokenizer(config: Run, *, needed: bool = False) -> Run:
     """Return the config with the tokenizer stored in its run's folder, if there is one."""
-    data, file = config.data, run_folder(config) / TOKENIZER_FILE
-    if not isinstance(data, DataConfig) or data.tokenizer.kind == "byte":
+    file, tokenizer = run_folder(config) / TOKENIZER_FILE, getattr(config.data, "tokenizer", None)
+    if tokenizer is None or tokenizer.kind == "byte" or not (needed or file.exists()):
         return config
-    tokenizer = TokenizerConfig(kind="file", path=str(file))
-    kept = config.model_copy(update={"data": data.model_copy(update={"tokenizer": tokenizer})})
-    return kept if needed or file.exists() else config
+    kept = {"tokenizer": TokenizerConfig(kind="file", path=str(file))}
+    return config.model_copy(update={"data": config.data.model_copy(update=kept)})

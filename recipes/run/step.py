@@ -1,4 +1,4 @@
-"""Compiled training and evaluation steps, and the loop over them."""
+"""Compiled training and evaluation steps."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from unitscale.parallel import all_reduce, batch_axes, exchange_gradients
 from ..config import PrecisionConfig, RunConfig
 from ..recipe import loss_inputs, recipe_of
 from .processes import divided, over
-from .state import Skips, TrainState, fed, init_state, is_amax, plain, scaled, scalified
+from .state import TrainState, init_state, is_amax, plain, scaled, scalified
 
 
 def make_train_step(
@@ -87,23 +87,21 @@ def make_train_step(
                 updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
                 params = optax.apply_updates(state.params, updates)
         due, finite = state.step == index, jnp.isfinite(loss) & jnp.isfinite(norm)
-        skips, kept = state.skips, state
+        skips, tolerated, kept = state.skips, jnp.bool_(True), state
         if follows is not None:
             follows = follows.after(finite)
-            counted = state._replace(step=state.step + 1, loss_scale=follows)
-            kept = _select(due & ~finite, counted, state)
-        elif skips is not None:
-            left_out = Skips(skips.total + 1, skips.in_a_row + 1)
-            counted = state._replace(step=state.step + 1, skips=left_out)
+        if skips is not None:
             tolerated = skips.in_a_row < tolerated_in_a_row
-            kept = _select(due & ~finite & tolerated, counted, state)
-            skips = skips._replace(in_a_row=jnp.zeros_like(skips.in_a_row))
+            skips = skips.after(finite)
+        if follows is not None or skips is not None:  # count the step, but leave out its update
+            skipped = state._replace(step=state.step + 1, skips=skips, loss_scale=follows)
+            kept = _select(due & ~finite & tolerated, skipped, state)
         fresh = TrainState(params, rest, opt_state, state.step + 1, auto, skips, follows)
         with jax.named_scope("optimizer"):
             return _select(due & finite, fresh, kept), {"loss": loss, "gradient_norm": norm}
 
     def run(state: TrainState, batch: jax.Array, index: jax.Array):
-        batch = fed(precision, batch)
+        batch = scaled(precision, batch, 1)
         state, values = scalified(precision, train_step)(state, batch, index)
         return state, plain(precision, values)
 
@@ -180,27 +178,12 @@ def _select(condition: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(functools.partial(jnp.where, condition), new, old)
 
 
-Step = Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, Any]]]
-Watch = Callable[[int, TrainState, dict[str, Any], Any], TrainState | None]
-
-
 def advance(
-    step: Step,
-    state: TrainState,
-    batches: Iterator[Any],
-    start: int,
-    stop: int,
-    watch: Watch | None = None,
+    step: Callable[..., Any], state: TrainState, batches: Iterator[Any], start: int, stop: int
 ) -> TrainState:
-    """Run steps `start` to `stop`; `watch` returns the state to continue with, or None to stop."""
+    """Take the steps `start` to `stop` - 1, and ignore their metrics."""
     for index in range(start, stop):
-        batch = next(batches)
-        state, values = step(state, batch, np.int32(index))
-        if watch is not None:
-            following = watch(index + 1, state, values, batch)
-            if following is None:
-                break
-            state = following
+        state, _ = step(state, next(batches), np.int32(index))
     return state
 
 
@@ -243,7 +226,7 @@ def make_evaluation(
 
     @jax.jit
     def evaluate(params, rest, batch):
-        batch = fed(precision, divided(batch, mesh))
+        batch = scaled(precision, divided(batch, mesh), 1)
         with over(mesh):
             return plain(precision, scalified(precision, loss)(params, rest, batch))
 
@@ -269,7 +252,7 @@ def predict(
 
     @jax.jit
     def run(state, inputs):
-        found = scalified(precision, outputs)(state, fed(precision, inputs))
+        found = scalified(precision, outputs)(state, scaled(precision, inputs, 1))
         return to_array(found).astype(jnp.float32)
 
     return np.concatenate(jax.device_get([run(state, batch) for batch in batches]))

@@ -90,7 +90,7 @@ def resumes_bit_for_bit(whole: RunConfig, stopped: RunConfig) -> Outcome:
     expected, _ = run(whole)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "open_metrics", lambda _, folder, start: StopAfter(folder))
+        patch.setattr(train_module.runs, "open_metrics", lambda _, folder, start: StopAfter(folder))
         outcome, said = run(stopped)
     assert (outcome.step, outcome.signal) == (4, signal.SIGTERM)
     assert "stopped by SIGTERM after step 4; run the same command to resume" in said

@@ -3,8 +3,6 @@
 import io
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 import tokenizers
-import yaml
 from flax import nnx
 from rich.console import Console
 
@@ -85,7 +82,7 @@ def test_what_a_run_leaves_behind(finished) -> None:
     path, outcome, said = finished
     names = {path.name for path in outcome.folder.iterdir()}
     plots = {"loss.png", "rms.png"}
-    files = {"config.yaml", "metrics.jsonl", "outcome.json", *plots}
+    files = {"config.yaml", "metrics.jsonl", *plots}
     assert names == {*files, "tensorboard", "checkpoints"}
     config = load_config(path, ["train.sample_tokens=5", "train.sample_prompt=def"])
     assert outcome.folder == Path(config.train.runs_dir) / "tiny"
@@ -95,8 +92,7 @@ def test_what_a_run_leaves_behind(finished) -> None:
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
     rates = [row["learning_rate"] for row in rows if "loss" in row]
-    schedule = make_schedule(config.optimizer, 6)
-    np.testing.assert_allclose(rates, [float(np.asarray(schedule(n))) for n in range(6)])
+    np.testing.assert_allclose(rates, list(map(make_schedule(config.optimizer, 6), range(6))))
     assert ["tokens_per_second" in row for row in rows if "loss" in row] == [False, *[True] * 5]
     assert re.search(r"step 1/6  loss [\d.]+\n", said)
     assert re.search(r"step 6/6  loss [\d.]+  [\d,]+ tokens/s\n", said)
@@ -117,30 +113,13 @@ def test_a_run_that_lost_its_last_steps_repeats_them(
     assert "resuming after step 3 of 6" in said
     assert timeless(outcome.folder) == timeless(first.folder)
     metrics = (folder / "metrics.jsonl").read_bytes()
-    # Deleted files are written again.
-    (folder / "rms.png").unlink()
-    drawn: list[Path] = []
-    monkeypatch.setattr("recipes.train.plot_rms", lambda folder, _: drawn.append(folder))
-    assert run(config)[0] == outcome
-    assert drawn == [folder]
-    # Finished, it is neither trained nor built again.
-    monkeypatch.setattr("recipes.gpt.task.build", pytest.fail)
+    # Finished, it is not trained again.
+    monkeypatch.setattr(train_module, "make_train_step", lambda *_, **__: pytest.fail)
     assert main(["train", str(path), f"train.runs_dir={folder.parent}"]) == 0
     said = capsys.readouterr().out
     assert "all 6 steps are done" in said
     assert f"validation loss {outcome.validation_loss:.4f}" in said
     assert (folder / "metrics.jsonl").read_bytes() == metrics
-
-
-def test_another_config_is_not_resumed_and_fresh_moves_the_old_run(again: MakeConfig) -> None:
-    changed = again("seed=1", "train.steps=1")
-    with pytest.raises(RecipeError, match=r"run of another config:\n  seed: 0 -> 1\n  train.steps"):
-        run(changed)
-    outcome, said = run(changed, fresh=True)
-    assert "resuming" not in said
-    old = outcome.folder.with_name("tiny.old-1")
-    assert yaml.safe_load((old / "config.yaml").read_text("utf-8"))["seed"] == 0
-    assert outcome.step == 1
 
 
 @pytest.mark.parametrize("tolerated", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -166,17 +145,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolera
         assert np.isfinite(array.astype(np.float32)).all()
 
 
-def test_a_last_update_that_ruins_the_weights_is_an_error(make_config: MakeConfig) -> None:
-    for decay, what in ((1e6, "the update made weights that are"), (0.0, "the validation loss is")):
-        config = make_config(
-            "optimizer={name: adamw, learning_rate: 1e35, warmup_steps: 0, schedule: constant}",
-            f"optimizer.weight_decay={decay}",
-            f"name=decay-{decay}",
-            "train={steps: 1, checkpoint_every: 1, eval_every: 100}",
-        )
-        with pytest.raises(RecipeError, match=f"^step 1: {what} not finite; ") as caught:
-            run(config)
-        assert caught.value.exit_code == 1
+@pytest.mark.parametrize(
+    ("decay", "what"),
+    [(1e6, "weights"), pytest.param(0.0, "the validation loss", marks=pytest.mark.slow)],
+)
+def test_a_last_update_that_ruins_the_weights_is_an_error(
+    make_config: MakeConfig, decay: float, what: str
+) -> None:
+    config = make_config(
+        "optimizer={name: adamw, learning_rate: 1e35, warmup_steps: 0, schedule: constant}",
+        f"optimizer.weight_decay={decay}",
+        "train={steps: 1, checkpoint_every: 1, eval_every: 100}",
+    )
+    with pytest.raises(RecipeError, match=f"^step 1: .*{what} .*not finite; ") as caught:
+        run(config)
+    assert caught.value.exit_code == 1
 
 
 def test_the_layer_that_broke_is_named(finished, again: MakeConfig) -> None:
@@ -249,10 +232,9 @@ def test_evaluate_and_generate(finished, capsys: Captured) -> None:
     said = capsys.readouterr().out
     assert re.fullmatch(r"step 6  validation loss [\d.]+ nats per token, [\d.]+ bits\n", said)
     command = ["generate", path, "--prompt", "line", "--tokens", "40"]
-    assert main([*command, "--seed", "1", "--temperature", "0.8", "--top-k", "5"]) == 0
-    assert capsys.readouterr().out.startswith("line")
     assert main([*command, "--temperature", "0"]) == 0
     greedy = capsys.readouterr().out
+    assert greedy.startswith("line")
     assert main([*command, "--top-k", "1", "--seed", "9"]) == 0
     assert capsys.readouterr().out == greedy
 
@@ -310,8 +292,8 @@ WRONG = [
     (["train", "train.stepz=3"], r"error: override 'train.stepz=3': train.stepz is not a key"),
     (["train", "data.path=/nowhere"], "error: data.path: /nowhere does not exist; give"),
     (["train", "--nonsense"], "No such option"),
-    (["finetune"], "error: init: expected a pretrained model to tune; got none in"),
-    (["train", "--processes", "2"], "error: processes: unitscale.parallel.initialize: coordinator"),
+    (["finetune"], "error: init: expected a model to tune; got none in"),
+    (["train", "--processes", "2"], "error: unitscale.parallel.initialize: coordinator"),
     (["evaluate"], "error: name: no run at"),
     (["generate", "name=other"], "error: name: no run at"),
     (["generate", "--tokens", "0"], "Invalid value for '--tokens'"),
@@ -335,30 +317,8 @@ def test_wrong_input(
             main([command, str(config_file), *rest, "--traceback"])
 
 
-def test_a_model_that_is_not_the_runs(finished, capsys: Captured) -> None:
-    path = str(finished[0])
-    for command in ("evaluate", "generate"):
-        assert main([command, path, "model.layers=2"]) == 2
-        assert "model.layers: 1 -> 2" in capsys.readouterr().err
-    assert main(["generate", path, "--prompt", ""]) == 2
-    assert "error: --prompt: expected at least one character" in capsys.readouterr().err
-
-
 def test_help(capsys: Captured) -> None:
     for words in ([], ["train"], ["bench"], *(["bench", name] for name in BENCHMARKS)):
         assert main([*words, "--help"]) == 0
         assert " ".join(["python -m recipes", *words]) in capsys.readouterr().out
     assert main(["bench", "nonsense"]) == 2
-
-
-def test_module_entry_point_and_exit_code() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes", "train", "nowhere.yaml"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: config file nowhere.yaml does not exist;")
-    assert done.stdout == ""

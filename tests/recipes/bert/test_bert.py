@@ -24,7 +24,6 @@ from recipes.bert.task import (
     load_data,
 )
 from recipes.cli import main
-from recipes.errors import RecipeError
 from recipes.pooling import mean_of_tokens
 from recipes.train import train
 from tests.gradients import check, jit
@@ -175,25 +174,6 @@ def test_a_position_is_resumed_and_a_batch_shared(path: Path) -> None:
     for _ in range(3):
         for a, b in zip(next(batches), next(again), strict=True):
             np.testing.assert_array_equal(a, b)
-
-
-def test_a_batch_of_several_texts_has_the_share_of_each(tmp_path: Path) -> None:
-    files = {name: tmp_path / f"{name}.txt" for name in ("aaa", "bb")}
-    for name, file in files.items():
-        file.write_text(f"{name} " * 400, encoding="utf-8")
-    mixture = f"data.mixture={{{files['aaa']}: 3, {files['bb']}: 1}}"
-    words = ["data.path=null", "data.pairs=next_sentence"]
-    data = load(write_bert(tmp_path), mixture, *words)
-    (word,) = set(data.tokenizer.encode("bb").tolist())
-    for _, batch in zip(range(10), data.training(0), strict=False):
-        assert [(ids == word).sum() > 5 for ids in whole(batch)].count(True) == 1  # of four
-    seen = [word in ids for batch in data.validation() for ids in whole(batch)]
-    assert any(seen)
-
-
-def test_too_little_text_is_refused(path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"data\.sequence_length"):
-        load(path, "data.max_bytes=500")
 
 
 VOCAB, TIME = 11, 9
@@ -464,20 +444,14 @@ def test_the_config_of_an_earlier_version_is_read(config_file: Path) -> None:
 
 test_what_cannot_be_is_refused = refuses_configs(
     [
-        ("data.masking.masked=0.95", r"masking\.masked is no longer a key"),
         ("data.tokenizer={kind: byte, vocab: null, lowercase: false}", "wordpiece or file"),
         ("data.sequence_length=4", "sequence_length must be at least 5"),
-        ("model.heads=3", "heads must divide width"),
-        ("model={positions: rope, heads: 16}", "rope needs an even head size"),
-        ("model.vocab=100", "model.vocab must be at least"),
-        ("model.context=8", "model.context must be at least data.sequence_length"),
         ("precision=scalify_float16", "precision"),
         ("data.pairs=next_sentences", r"data\.pairs .*next_sentence"),
         # Keys that only unitscale has.
         ([*PLAIN, "precision.policy=fp8"], r"precision\.policy|policy in FP8"),
         ([*PLAIN, "data.pairs=next_sentence"], r"data\.pairs"),
         ([*PLAIN, "model.norm_placement=post"], "norm_placement"),
-        ([*PLAIN, "model.scan=true"], "scan"),
     ]
 )
 

@@ -99,14 +99,10 @@ def test_labels(tmp_path: Path) -> None:
 # name of the file, content, columns, and what the message has to name
 WRONG: list[tuple[str, str | bytes, dict[str, Any], str]] = [
     ("a.tsv", "sentence\tlabel\none\t0\n\ntwo\n", {}, r":4: expected 2 fields"),
-    ("a.csv", "sentence,label\none, two,0\n", {}, r":2: expected 2 fields"),
     ("a.tsv", "text\tlabel\none\t0\n", {}, r":2: .*'sentence'.*; got {'text': 'one'"),
     ("a.tsv", "one\t0\n", {"header": False, "text": 0, "label": 2}, r":1: .* 2\); got {0: 'on"),
-    ("a.tsv", "one\t0\n", {"header": False}, r"'sentence'.*; got \{0: .* \(without"),
-    ("a.csv", 'sentence,label\none,0\n"two"x,1\n', {}, r":3: "),
     ("a.csv", 'sentence,label\none,0\n"two,1\nthree,1\n', {}, r":4: .*unexpected end of data"),
     ("a.tsv", "sentence\tlabel\none\t \n", {}, r":2: expected .* label .* ' '"),
-    ("a.tsv", "sentence\tlabel\none\t0\n", {"text": 0}, r"\(0, None, 'label'\); got {'sent"),
     ("a.txt", "", {}, r"ends in \.tsv or \.csv"),
     ("a.tsv", b"caf\xe9", {}, r"is not UTF-8 text"),
 ]
@@ -241,19 +237,13 @@ ONE = entry("one", answer("1878"))
 # questions of the file, or its content, and what the message has to name
 WRONG_QUESTIONS: list[tuple[list[Any] | bytes, str]] = [
     ([ONE, entry("two", answer("1879", 19))], r"'two': expected '1879' at character 19 "),
-    ([ONE, entry("two", answer("mine", 40))], r"'two': .*character 40"),
-    ([entry("one", answer("closed.", -7))], r"at character -7"),
     ([entry("one", answer(" ", 3))], r"data\.0.*qas\.0\.answers\.0\.text: .*; got ' '"),
     ([entry("one")], r"'one': expected answers or is_impossible; got 0, False"),
-    ([ONE | {"is_impossible": True}], r"'one': expected answers or is_impossible; got 1, True"),
-    ([{"id": "one", "question": "When?"}], r"qas\.0\.answers: Field required"),
     ([ONE, ONE], r"'one': expected unique ids"),
     ([entry("one", answer("1878", True))], r"valid integer; got True"),
-    ([ONE | {"question": " "}], r"question: String should"),
     ([], r"expected questions; got none"),
     (b'{"data": [\n{"para', r"Invalid JSON: EOF"),
     (b"", r"the file: Invalid JSON"),
-    (b"{}", r"data: Field required; got {}"),
     (b'{"data": "\xe9"}', r"is not UTF-8 text"),
 ]
 
@@ -531,14 +521,9 @@ def test_reports_of_v2(tmp_path: Path) -> None:
 
 # labels, predictions, classes, accuracy, F1 of label 1, macro F1, Matthews correlation
 TABLES: list[tuple[Any, ...]] = [
-    # TP 1, FP 1, FN 1, TN 1
-    ([1, 1, 0, 0], [1, 0, 1, 0], 2, 0.5, 0.5, 0.5, 0.0),
-    ([0, 1, 1], [1, 0, 0], 2, 0, 0, 0, -1),
     # TP 2, FP 0, FN 1, TN 1: F1 4/5 and 2/3, Matthews 2 / (2 * 3 * 1 * 2)^1/2
     ([1, 1, 1, 0], [1, 1, 0, 0], 2, 3 / 4, 4 / 5, 11 / 15, 1 / math.sqrt(3)),
     ([1, 1], [1, 1], 2, 1, 1, 1, 0),
-    ([0, 0], [0, 0], 2, 1, 0, 1, 0),
-    ([0, 1, 1, 1], [1, 1, 1, 1], 2, 3 / 4, 6 / 7, 3 / 7, 0),
     # F1 1, 2/3, 2/3; c 3, s 4, t (1, 2, 1), p (1, 1, 2): (12 - 5) / (10 * 10)^1/2
     ([0, 1, 1, 2], [0, 1, 2, 2], 3, 3 / 4, None, 7 / 9, 7 / 10),
     # ... of which label 2 is neither true nor predicted, and does not count

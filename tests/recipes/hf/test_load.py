@@ -144,15 +144,15 @@ def old_bert(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 OLD = [("gpt2", bare_gpt2), ("llama3", bare_llama), ("bert-mlm", old_bert)]
 
 
-@pytest.mark.parametrize(("name", "change"), OLD)
-def test_files_of_old_versions(name: str, change, tmp_path: Path) -> None:
+def test_files_of_old_versions(tmp_path: Path) -> None:
     """Old files load the same parameters, and are written back unchanged."""
-    folder = copied(name, tmp_path)
-    change_tensors(folder, change)
-    pretrained = load(folder)
-    chex.assert_trees_all_equal(pretrained.params, loaded(name).params)
-    save(pretrained, tmp_path / "new")
-    same_files(folder, tmp_path / "new")
+    for name, change in OLD:
+        folder = copied(name, tmp_path)
+        change_tensors(folder, change)
+        pretrained = load(folder)
+        chex.assert_trees_all_equal(pretrained.params, loaded(name).params)
+        save(pretrained, tmp_path / name / "new")
+        same_files(folder, tmp_path / name / "new")
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("bert-mlm", marks=pytest.mark.slow)])
@@ -287,35 +287,27 @@ MISTAKES: list[tuple[str, Change, str]] = [
     ("gpt2", text("config.json", "{"), r"config\.json: expected JSON"),
     ("gpt2", config(model_type="t5"), r"model_type gpt2, llama, .*bert.*; got 't5'"),
     ("gpt2", config(architectures=["GPT2ForTokens"]), r"GPT2LMHeadModel, .*and 'GPT2ForTokens'"),
-    ("bert-mlm", config(architectures=["BertModel"]), "task .*and 'BertModel'"),
     ("bert-mlm", config(architectures=None), "task .*got None and None"),
     ("gpt2", gone(WEIGHTS), r"expected model\.safetensors; got no such file"),
-    ("gpt2", text(WEIGHTS, "x" * 99), r"model\.safetensors: expected a safe"),
     ("gpt2", in_float8, "F32, F16 and BF16; got .*float8_e4m3fnuz"),
     ("bert-qa", text(INDEX, "{}"), r"index\.json: expected weight_map.*; got None"),
-    ("bert-qa", gone("model-00001-of-00002.safetensors"), "in this folder; got 'model-00001-of"),
     ("bert-qa", text(INDEX, '{"weight_map": {"x": "../w"}}'), r"in this folder; got '\.\./w'"),
     ("qwen3", without("model.layers.1.self_attn.q_norm.weight"), r"q_norm\.weight missing"),
     ("llama3", config(attention_bias=False), r"q_proj\.bias, .* more as well"),
     ("mistral", config(tie_word_embeddings=True), r"lm_head\.weight and model\.embed_tokens\S+ "),
-    ("gpt2", without(LINEAR), r"transformer\.h\.0\.mlp\.c_fc.* missing"),
-    ("bert-mlm", without("cls.predictions.bias"), r"cls\.predictions\.bias missing"),
     ("bert-classes", without("classifier.bias"), r"classifier\.bias missing"),
     ("gpt2", config(n_layer=1), r"transformer\.h\.1\.\S+, .* and 8 more as well"),
-    ("gpt2", config(n_layer=3), r"transformer\.h\.2\.\S+, .* and 8 more missing"),
-    ("gpt2", with_array("new.weight", [1.0]), r"new\.weight as well"),
     ("gpt2", config(n_inner=64), r"c_fc\.bias must be \[64\] of float32.*; got \[40\] of float32"),
     ("gpt2", with_array(LINEAR, np.ones((16, 40), int)), r"got \[16, 40\] of int32"),
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), MISTAKES)
-def test_mistakes_are_named(name: str, change: Change, message: str, tmp_path: Path) -> None:
-    folder = copied(name, tmp_path)
-    change(folder)
-    with pytest.raises(RecipeError, match=message) as caught:
-        load(folder)
-    assert str(folder) in str(caught.value)
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    for number, (name, change, message) in enumerate(MISTAKES):
+        change(folder := copied(name, tmp_path / str(number)))
+        with pytest.raises(RecipeError, match=message) as caught:
+            load(folder)
+        assert str(folder) in str(caught.value)
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_tuned_in_fp8(tmp_path: Path, capsys: Captured) -> None:
 
 def test_generation_from_a_folder(tmp_path: Path, capsys: Captured) -> None:
     init = one_layer(copied("gpt2", tmp_path))
-    command = ["generate", str(init), "--prompt", "The scale", "--tokens", "6", "--stream"]
+    command = ["generate", str(init), "--prompt", "The scale", "--tokens", "6"]
     assert main([*command, "--temperature", "0"]) == 0
     text = capsys.readouterr().out.removesuffix("\n")
     tokenizer = SubwordTokenizer.read(init / "tokenizer.json")
@@ -128,7 +129,7 @@ def test_wrong_input(tmp_path: Path, capsys: Captured) -> None:
     refused("override 'seed=1': expected none, as", "generate", FOLDER, "seed=1")
     refused("expected a task of bert", "generate", FIXTURES / "bert-mlm")
     refused("--prompt: expected at least one character", "generate", FOLDER, "--prompt", "")
-    refused("--chat: expected a Hugging Face folder", "generate", "gpt/quickstart.yaml", "--chat")
+    refused("expected a Hugging Face folder; got", "generate", "gpt/quickstart.yaml", "--chat")
     folder = copied("gpt2", tmp_path)
     change_tensors(folder, lambda old: old | {EMBED: old[EMBED][:299]})
     change_config(folder, vocab_size=299)
@@ -174,7 +175,7 @@ def test_an_adapter_is_added(tmp_path: Path, capsys: Captured) -> None:
     down.lora_b.set_value(down.lora_b.get_value() + 1)
     save_adapter(model, lora, tmp_path / "adapter", init)
     assert main(["merge", init, adapter, merged]) == 0
-    assert capsys.readouterr().out == f"{init} with {adapter} is in {merged}\n"
+    assert capsys.readouterr().out == f"the model is in {merged}\n"
     chex.assert_trees_all_equal(load(merged).params, load(init, adapter=adapter).params)
     assert main(["generate", str(LORA), "--adapter", adapter]) == 2
     assert "--adapter: expected a Hugging Face folder; got" in capsys.readouterr().err
@@ -437,27 +438,23 @@ def dropped(part: str) -> Callable[[Path], None]:
 # how an adapter is damaged, and what the message has to name
 DAMAGED: list[tuple[Callable[[Path], Any], str]] = [
     (lambda f: (f / CONFIG).unlink(), rf"got one without {CONFIG}"),
-    (lambda f: (f / CONFIG).write_text("[]"), rf"{CONFIG}: .*; got list"),
     (lambda f: (f / WEIGHTS).unlink(), rf"expected {WEIGHTS}; got no such file"),
-    (lambda f: (f / WEIGHTS).write_bytes(b"x"), rf"{WEIGHTS}: expected a safetensors file"),
     (lambda f: change(f, peft_type="IA3"), rf"{CONFIG}: peft_type: .*got 'IA3'"),
-    (lambda f: change(f, use_dora=True), rf"{CONFIG}: use_dora: "),
     (lambda f: change(f, alpha_pattern={"q_proj": 3}), r"alpha_pattern: .*got {'q_proj': 3}"),
     (lambda f: change(f, init_lora_weights="pissa"), r"init_lora_weights: .*got 'pissa'"),
     (lambda f: change(f, r=4), r"q_proj .*'A': \(16, 4\).* got .*'A': \(16, 2\)"),
     (renamed("q_proj", "qkv_proj"), r"linear layers .*self_attn\.q_proj; got .*qkv_proj"),
-    (renamed("layers.1.", "layers.7."), r"got .*layers\.7\."),
     (renamed("v_proj", "o_proj"), r"o_proj .*'A': \(24, 2\)"),
     (dropped(QUERY.format("A")), r"layers\.0\.self_attn\.q_proj .* got {'B'"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGED)
-def test_damaged_adapters(damage: Any, message: str, adapter: Path) -> None:
-    damage(adapter)
-    with pytest.raises(RecipeError, match=message) as caught:
-        start_from(updated("llama3"), LORAS["llama3"], adapter)
-    assert str(adapter) in str(caught.value)
+def test_damaged_adapters(adapter: Path, tmp_path: Path) -> None:
+    for number, (damage, message) in enumerate(DAMAGED):
+        damage(folder := Path(shutil.copytree(adapter, tmp_path / str(number))))
+        with pytest.raises(RecipeError, match=message) as caught:
+            start_from(updated("llama3"), LORAS["llama3"], folder)
+        assert str(folder) in str(caught.value)
 
 
 def test_adapters_of_other_configs(adapter: Path) -> None:

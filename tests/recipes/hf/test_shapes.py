@@ -216,42 +216,32 @@ CODE = {"AutoConfig": "configuration_bert.BertConfig"}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # keys that may change what is computed
     ("SmolLM2-135M-Instruct", {"rope_interleaved": True}, "rope_interleaved: .*True"),
-    ("mistral", {"layer_types": [FULL] * 2}, "layer_types: .* unknown"),
     ("llama3", {"width": 8}, "width: .*unknown.*got 8"),
-    ("distilgpt2", {"multi_query": True}, "multi_query: .*unknown.*True"),
     ("bert-mlm", {"embedding_size": 128}, "embedding_size: .*unknown"),
-    ("modernbert-mlm", {"sliding_window": 8}, "sliding_window: .*unknown"),
     ("bert-mlm", {"auto_map": CODE}, "auto_map: .*'configuration_bert"),
     # values that no model here has
     ("gemma-3-270m", {"model_type": "gemma3"}, "model_type gpt2, llama, .*got 'gemma3'"),
-    ("bert-mlm", {"model_type": "albert"}, "model_type bert, roberta, modernbert; got 'albert'"),
     ("gpt2", {"activation_function": "relu"}, "activation_function: .*got 'relu'"),
     ("gpt2", {"n_embd": ...}, "n_embd: Field required"),
     ("gpt2", {"n_head": 3}, "heads must divide width; got heads 3"),
-    ("llama3", {"num_key_value_heads": 3}, "kv_heads must divide heads; got kv_heads 3"),
-    ("qwen3", {"head_dim": 5}, "even head size .* 5"),
     ("gemma2", {"layer_types": [FULL]}, "layer_types of 2 layers; got 1"),
     ("gemma2", {"sliding_window": None}, "local layers need a window"),
     ("gemma2", {"use_bidirectional_attention": True}, "bidirectional_attention: .* got True"),
-    ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping: .*got 5"),
     ("bert-mlm", {"position_embedding_type": "relative_key"}, "got 'relative_key'"),
-    ("bert-mlm", {"hidden_size": "16"}, "hidden_size: .*integer; got '16'"),
     # rotary positions
     ("llama2", {"rope_scaling": {"type": "yarn"}}, "rope_type yarn with factor"),
     ("llama2", {"rope_scaling": YARN | {"rope_type": "dynamic"}}, "scaling: .*got 'dynamic'"),
-    ("llama2", {"rope_scaling": YARN | {"finetuned": True}}, "finetuned: .*got True"),
     ("llama2", {"rope_scaling": YARN | {"beta_fast": 0.5}}, "beta_fast .*got 0.5, 1.0 and 100"),
     ("llama3", {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_factor .*1.0 and 1"),
     ("llama3", {"rope_parameters": YARN | {"rope_type": "llama3"}}, "with high_freq_.*, low_freq"),
     ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, f"{FULL} and {LOCAL}; got rope_t"),
-    ("gemma3", {"rope_scaling": OLD_LINEAR}, "rope_scaling: "),
 ]
 
 
-@pytest.mark.parametrize(("name", "keys", "message"), REFUSED)
-def test_what_is_refused(name: str, keys: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=rf"config\.json: .*{message}"):
-        shape_of(name, tmp_path, **keys)
+def test_what_is_refused(tmp_path: Path) -> None:
+    for name, keys, message in REFUSED:
+        with pytest.raises(RecipeError, match=rf"config\.json: .*{message}"):
+            shape_of(name, tmp_path, **keys)
 
 
 def yarn(size: int, base: float, context: int, given: dict[str, Any]) -> tuple[np.ndarray, float]:

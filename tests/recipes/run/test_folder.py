@@ -178,18 +178,6 @@ def test_resuming_drops_what_is_computed_again(make_config: MakeConfig) -> None:
     assert scalars(folder, "loss") == expected
 
 
-def test_packages_are_imported_only_when_asked_for(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("wandb", "mlflow"):
-        monkeypatch.setitem(sys.modules, name, None)
-    config = make_config("train.logger=none")
-    metrics = open_metrics(config, folder := open_run(config), 0)
-    metrics.write(1, loss=2.5)
-    metrics.close()
-    assert {path.name for path in folder.iterdir()} == {"config.yaml", "metrics.jsonl"}
-
-
 def test_a_run_and_its_sequel(logger: str, package: MagicMock, make_config: MakeConfig) -> None:
     """All metrics have the run's id; a new run of the same name gets a new id."""
     wandb = logger == "wandb"

@@ -201,8 +201,8 @@ def test_one_process() -> None:
         assert processes.is_first()
     processes.check_alike({"name": "tiny"})
     with (
-        pytest.raises(RecipeError, match=r"processes: .*processes must be given too; got only"),
-        joined("localhost:1", index=0),
+        pytest.raises(ValueError, match=r"processes must be given too; got only"),
+        joined(coordinator="localhost:1", process=0),
     ):
         pass
     stop = StopRequest()

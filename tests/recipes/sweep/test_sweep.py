@@ -29,7 +29,6 @@ from recipes.sweep.points import (
     report,
 )
 from recipes.sweep.search import Trials, missing, sweep
-from recipes.train import train
 
 from ..dying import dies_at_two
 from ..support import charlm_config, write_charlm
@@ -166,14 +165,6 @@ def test_the_best_rate_counts_and_the_mean_over_seeds(tmp_path) -> None:
     assert " | ".join(["kind=rnn", *cells]) in table
 
 
-def test_a_grid_without_formats_or_rows_has_a_table(tmp_path) -> None:
-    points = make_points(config({"model.width": [8, 16]}))
-    report(points, tmp_path)
-    append_row(tmp_path, Row(points[0].settings, 0.5, 0, 2.0))
-    report(points, tmp_path)
-    assert "width=8 | 2.0000 at 0.5" in (tmp_path / "results.md").read_text()
-
-
 NORMS = ["pre", "post", "none"]
 GRID = {"grid": {"model.norm": NORMS}, "rates": 3, "rounds": 2}
 QUIET = Console(quiet=True)
@@ -251,14 +242,12 @@ def test_a_sweep_goes_on_within_a_point_and_over_more_of_them(machine, tmp_path)
 
 
 def test_rows_of_another_sweep_or_text_are_refused(machine, tmp_path) -> None:
-    folder = sweep(charlm_config(tmp_path, sweep=GRID), console=QUIET)
+    sweep(charlm_config(tmp_path, sweep=GRID), console=QUIET)
     with pytest.raises(RecipeError, match=r"another config:\n  train\.steps: 3 -> 4\n.*--fresh"):
         sweep(charlm_config(tmp_path, sweep=GRID, train={"steps": 4}), console=QUIET)
     config = charlm_config(tmp_path, sweep=GRID, train={"steps": 4})
     sweep(config, fresh=True, console=QUIET)
     assert (tmp_path / "runs" / "tiny-sweep.old-1" / "rows.jsonl").exists()
-    with pytest.raises(RecipeError, match=r"name: .*tiny-sweep is the folder of a sweep"):
-        train(charlm_config(tmp_path, sweep=GRID, name=folder.name), console=QUIET)
     text = tmp_path / "text.txt"
     text.write_text(text.read_text("utf-8")[::-1], "utf-8")
     with pytest.raises(RecipeError, match=r"data: it is not what .*tiny-sweep was trained on"):

@@ -100,10 +100,10 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("kind", DOCUMENTS)
-def test_documents_of_a_text_file(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "a.txt").write_bytes("".join(DOCUMENTS[kind]).encode())
-    assert read(tmp_path / "a.txt", documents=kind) == DOCUMENTS[kind]
+def test_documents_of_a_text_file(tmp_path: Path) -> None:
+    for kind, expected in DOCUMENTS.items():
+        (tmp_path / "a.txt").write_bytes("".join(expected).encode())
+        assert read(tmp_path / "a.txt", documents=kind) == expected
 
 
 @pytest.mark.parametrize("text", ["ab\ncd\n\nefgh\n" * 9, "ü€🦊" * 20, "é\n🦊🦊🦊🦊🦊\n"])
@@ -130,7 +130,7 @@ def test_max_bytes_cuts_at_a_character(tmp_path: Path) -> None:
 
 # name and bytes of the file, settings, and what the message has to say
 WRONG: list[tuple[str, bytes, dict[str, Any], str]] = [
-    ("a.jsonl", b'{"text": "x"}\n{"text": ', {}, r"a\.jsonl line 2"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": ', {}, r"a\.jsonl .*line 2"),
     ("a.jsonl", b'\n["x"]', {}, r"row 1: .*'text'; got \['x'\]; set data\.text_key"),
     ("a.jsonl", b'{"text": 1}', {"text_key": "body"}, r"row 1: .*'body'; got None"),
     ("a.parquet", b"PAR1 no", {}, r"a\.parquet cannot be read"),
@@ -140,13 +140,11 @@ WRONG: list[tuple[str, bytes, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "raw", "settings", "message"), WRONG, ids=lambda v: str(v)[:20])
-def test_wrong_files(
-    tmp_path: Path, name: str, raw: bytes, settings: dict[str, Any], message: str
-) -> None:
-    (tmp_path / name).write_bytes(raw)
-    with pytest.raises(RecipeError, match=message):
-        read(tmp_path if "pattern" in settings else tmp_path / name, **settings)
+def test_wrong_files(tmp_path: Path) -> None:
+    for name, raw, settings, message in WRONG:
+        (tmp_path / name).write_bytes(raw)
+        with pytest.raises(RecipeError, match=message):
+            read(tmp_path if "pattern" in settings else tmp_path / name, **settings)
 
 
 def test_wrong_tables_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,13 +459,13 @@ def test_the_size_of_tokens_is_that_of_their_text() -> None:
     assert Corpus([one], 1, 1, ByteTokenizer()).token_size is None
 
 
-@pytest.mark.parametrize(("size", "part"), [(0, "0 train"), (300, "30 validation")])
-def test_too_little_text(tmp_path: Path, size: int, part: str) -> None:
+def test_too_little_text(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
-    path.write_text("x" * size, encoding="utf-8")
-    config = DataConfig(path=str(path), sequence_length=64)
-    with pytest.raises(RecipeError, match=rf"data\.sequence_length: .*{part} .*short\.txt"):
-        load_corpus(config)
+    for size, part in ((0, "0 train"), (300, "30 validation")):
+        path.write_text("x" * size, encoding="utf-8")
+        config = DataConfig(path=str(path), sequence_length=64)
+        with pytest.raises(RecipeError, match=rf"data\.sequence_length: .*{part} .*short\.txt"):
+            load_corpus(config)
 
 
 @pytest.mark.slow
