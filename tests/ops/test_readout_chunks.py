@@ -65,6 +65,7 @@ def test_memory_does_not_grow_with_the_logits(config: MatmulConfig | None) -> No
 def test_large_logits_are_cut_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 64 * VOCAB
     monkeypatch.setattr(readout, "MOST_LOGITS", limit)
+    monkeypatch.setattr(readout, "LEAST_TOKENS", (1, 1))
     assert largest(compiled(1024, None)) == limit
 
 
@@ -79,6 +80,7 @@ def test_every_device_has_as_many_logits_as_one_would(
 ) -> None:
     """Chunks are fewer on several devices, because each adds to a sum over all devices."""
     monkeypatch.setattr(readout, "MOST_LOGITS", 8 * VOCAB)
+    monkeypatch.setattr(readout, "LEAST_TOKENS", (1, 1))
     x, table, labels = jnp.ones((8, 8, WIDTH)), jnp.ones((VOCAB, WIDTH)), jnp.zeros((8, 8), int)
     grad = jax.grad(functools.partial(entropy, labels=labels), argnums=(0, 1))
 
