@@ -46,9 +46,12 @@ from ._loss import (
 from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unpack
 
 _OP = "readout_cross_entropy"
-# Logits per chunk: 512 MiB in float32. Each chunk also reads and writes the kernel's gradient, so
-# smaller ones would be limited by memory bandwidth.
-MOST_LOGITS = 2**27
+# Logits per chunk: 128 MiB in bfloat16. XLA may keep two chunks in memory at once.
+MOST_LOGITS = 2**26
+# Tokens per chunk, with 16-bit and 8-bit gradients of logits. Each chunk also reads and writes the
+# kernel's gradient in float32. With about 850 and 1,600 tokens, this takes as long as the matmul on
+# an H200; with fewer, memory bandwidth would limit it.
+LEAST_TOKENS = 1024, 2048
 
 
 class _Statics(NamedTuple):
@@ -220,7 +223,8 @@ def readout_cross_entropy(
         constraint: as for `readout`.
         transposed: whether the kernel is (V, in), like an embedding table.
         vocab: number of classes, if the last columns of the kernel are padding; None for all.
-        chunk_size: tokens per chunk; by default at most about 2^27 logits per chunk and device.
+        chunk_size: tokens per chunk; by default at most about 2^26 logits per chunk and device, but
+            at least 1,024 tokens, or 2,048 if ``config`` has 8-bit cotangents.
         config: see `matmul`.
         state: see `matmul`.
         logits_dtype: dtype of x and kernel in the forward matmul, such as "bfloat16"; None for the
@@ -285,7 +289,7 @@ def readout_cross_entropy(
         loss.bwd[0] * (num_batch_shards(data, labels) if first == "mean" else 1),
         first,
         vocab,
-        _num_chunks(tokens, columns, chunk_size, data),
+        _num_chunks(tokens, columns, chunk_size, data, config),
         None if logits_dtype is None else jnp.dtype(logits_dtype),
         token_axes(lead),
         # The fewer bytes: inputs and their gradients, or the kernel and its gradient.
@@ -297,7 +301,9 @@ def readout_cross_entropy(
     return divide_by_count(out, reduction, tokens if where is None else jnp.sum(where))
 
 
-def _num_chunks(tokens: int, columns: int, chunk_size: int | None, x: jax.Array) -> int:
+def _num_chunks(
+    tokens: int, columns: int, chunk_size: int | None, x: jax.Array, config: MatmulConfig | None
+) -> int:
     """Return the number of chunks; by default a power of two, because it divides most batches."""
     if chunk_size is not None:
         return max(-(-tokens // chunk_size), 1)
@@ -305,7 +311,8 @@ def _num_chunks(tokens: int, columns: int, chunk_size: int | None, x: jax.Array)
     names = jax.tree.leaves(tuple(sharding.spec[:1])) if x.ndim > 1 else []
     explicit = math.prod(sharding.mesh.shape[name] for name in names)
     devices = explicit * axes_size(token_axes(x.shape[:-1]))
-    least = -(-tokens * columns // (MOST_LOGITS * devices))
+    most = max(MOST_LOGITS // columns, LEAST_TOKENS[_mantissa_bits(config) is not None])
+    least = -(-tokens // (most * devices))
     return min(1 << max(least - 1, 0).bit_length(), max(tokens, 1))
 
 
