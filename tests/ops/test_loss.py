@@ -436,7 +436,7 @@ def test_the_normalizer_of_one_pass_is_that_of_two() -> None:
 # Memory of logits in chunks, and sums that devices keep until the end.
 
 WIDTH, CLASSES, CHUNK, DELAYED = 8, 4096, 32, Delayed()
-MOST_LOGITS = "unitscale.ops._readout_cross_entropy.MOST_LOGITS"
+READOUT = "unitscale.ops._readout_cross_entropy."
 entropy = functools.partial(ops.readout_cross_entropy, transposed=True)
 
 
@@ -481,7 +481,8 @@ def test_memory_does_not_grow_with_the_logits(config: MatmulConfig | None) -> No
 @pytest.mark.usefixtures("optimized")
 def test_large_logits_are_cut_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 64 * CLASSES
-    monkeypatch.setattr(MOST_LOGITS, limit)
+    monkeypatch.setattr(READOUT + "MOST_LOGITS", limit)
+    monkeypatch.setattr(READOUT + "LEAST_TOKENS", (1, 1))
     assert largest(compiled(1024, None)) == limit
 
 
@@ -495,7 +496,8 @@ def test_every_device_has_as_many_logits_as_one_would(
     monkeypatch: pytest.MonkeyPatch, explicit: bool, spec: P, count: int
 ) -> None:
     """Chunks are fewer on several devices, because each adds to a sum over all devices."""
-    monkeypatch.setattr(MOST_LOGITS, 8 * CLASSES)
+    monkeypatch.setattr(READOUT + "MOST_LOGITS", 8 * CLASSES)
+    monkeypatch.setattr(READOUT + "LEAST_TOKENS", (1, 1))
     x, table, labels = jnp.ones((8, 8, WIDTH)), jnp.ones((CLASSES, WIDTH)), jnp.zeros((8, 8), int)
     grad = jax.grad(functools.partial(entropy, labels=labels), argnums=(0, 1))
 

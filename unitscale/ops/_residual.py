@@ -33,8 +33,8 @@ def add(
 ) -> ScaledArray:
     """Add two independent activations.
 
-    Scaling: `rules.add`. The result has the scale sqrt(sx^2 + sy^2) rounded to a power of two, for
-    operands with scales sx and sy. Adding a Python or NumPy number keeps scale and gradient.
+    Scaling: `rules.add`. The result has the larger of the scales of x and y.
+    Adding a Python or NumPy number keeps scale and gradient.
 
     Args:
         x: operand; or a number, if ``y`` is an array.

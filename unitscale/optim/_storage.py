@@ -414,10 +414,10 @@ def add_updates(
     """Return each weight plus its update, rounded once into the format of the weight."""
     choices: dict[Path, Choice] = {}
     for (path, w), update in zip(weights.items(), updates, strict=True):
-        has_scale = is_scaled(w) and w.scale is not None and w.block_shape is None
-        if has_scale and w.size and update is not None:
-            axes = tuple(a for a, n in enumerate(w.scale.shape or (1,) * w.ndim) if n == 1)
-            choices[path] = w.size, (axes,), (sample(w.data, axes), w.scale)
+        scale = w.scale if is_scaled(w) and w.block_shape is None else None
+        if scale is not None and w.size and update is not None:
+            axes = tuple(a for a, n in enumerate(scale.shape or (1,) * w.ndim) if n == 1)
+            choices[path] = w.size, (axes,), (sample(w.data, axes), scale)
     factors, keys = _in_groups(_scale_change, choices), split_key(key, weights)
     return [
         w if update is None else _add_update(w, update, keys.get(path), factors.get(path))
