@@ -15,8 +15,8 @@ from jax import ShapeDtypeStruct as Spec, lax
 from recipes.bench.aot import compile_h200
 from tests.h200 import FP8_GEMM, gemms, library_calls
 from unitscale import ops
-from unitscale.nn import as_policy
 from unitscale.quant import (
+    PRESETS,
     Block,
     Contraction,
     Delayed,
@@ -215,7 +215,7 @@ def test_exact_accumulation_keeps_the_kernels(accumulation: str, count: int) -> 
 
 @pytest.mark.parametrize("preset", ["mxfp8", "nvfp4"])
 def test_blocks_are_multiplied_natively_on_blackwell(preset: str) -> None:
-    config = as_policy(preset).matmul
+    config = PRESETS[preset]
     three = three_products(config, Contraction("btk", "kn", "btn"))
     shapes = (4, 64, 128), (128, 256), (4, 64, 256)
     args = [Spec(shape, BF16) for shape in shapes]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.batching import compute
-from unitscale.nn import as_policy
 from unitscale.quant import (
+    PRESETS,
     Block,
     Contraction,
     Dynamic,
@@ -134,7 +134,7 @@ def test_kernels_for_blocks_multiply_the_same_numbers(monkeypatch: pytest.Monkey
         sizes = dict(zip(spec.lhs + spec.rhs, left + right, strict=True))
         shapes = left, right, tuple(sizes[c] for c in spec.out)
         operands = [jnp.float32(RNG.normal(size=shape)) for shape in shapes]
-        results, config = {}, as_policy(preset).matmul
+        results, config = {}, PRESETS[preset]
         for platform in ("tpu", "gpu"):
             calls.clear()
             on(platform, monkeypatch)
