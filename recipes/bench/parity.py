@@ -72,7 +72,7 @@ def main(
     found = runs.compare(variants, told)
     tables = found.tables("Validation loss", BOUNDS)
     if gradients:
-        half: dict[str, tuple[str, ...]] = {"float16": ("precision.policy=float16",)}
+        half: dict[str, tuple[str, ...]] = {"float16": (start, "precision.policy=float16")}
         half["plain-float16"] = runs.plain_words(runs.PLAIN_RATE, "precision.policy=float16")
         both = runs.compare(half, told._replace(seeds=1, data=data and data[:1])).configs
         lost = [lost_gradients(name, both[name][0]) for name in half]
