@@ -282,7 +282,8 @@ class Core:
 
     def rotate(self, x: jax.Array, labels: str) -> jax.Array:
         """Multiply an operand of the weight gradient by a Hadamard matrix."""
-        return hadamard(x, labels.index(self.spec.grad_rhs.summed[-1]))
+        summed = self.spec.grad_rhs.summed
+        return hadamard(x, labels.index(summed[-1])) if summed else x
 
     def multiply(
         self, lhs: Any, rhs: Any, groups: Any, spec: Contraction, factor: Any, dtype: Any
@@ -330,7 +331,7 @@ class Core:
         lhs, cotangent = _lowering.operand_of(lhs), _lowering.operand_of(cotangent)
         multiply = partial(scaled_matmul, exact=self.exact(forward=False))
         label, count = self.spec.out[:1], 1
-        if label in self.spec.grad_rhs.summed:
+        if label and label in self.spec.grad_rhs.summed:
             count = parts_to_exchange(cotangent.shape[spec.rhs.index(label)])
         if count == 1 or any(is_scaled(x) and x.block_shape for x in (lhs, cotangent)):
             return multiply(lhs, cotangent, spec, factor, dtype)
