@@ -175,7 +175,7 @@ class _Run:
         facts = {
             "loss": loss,
             "gradient_norm": float(values["gradient_norm"]),
-            # Of the last update, or of the first one if all steps so far were skipped.
+            # The rate of the last update; of the first one if all steps so far were skipped.
             "learning_rate": float(np.asarray(self.schedule(max(updates - 1, 0)))),
             **({f"{data.step_unit}_per_second": speed} if timed else {}),
             **shares,

@@ -32,17 +32,12 @@ from . import runs
 SPECIAL = {
     "fp8-readout": ("precision.policy=fp8", "precision.readout=true"),
     "fp8-readout-gradients": ("precision.policy=fp8", "precision.readout=gradients"),
-    "fp8-key-value-16": (
-        "precision.policy=fp8",
-        "precision.layers={'*.key': bfloat16, '*.value': bfloat16}",
-    ),
     "gradients-bfloat16": ("precision.gradients=bfloat16",),
     "gradients-fp8": ("precision.gradients=float8_e4m3fn",),
     "fp8-rebalance": ("precision.policy=fp8", "precision.monitor=1e-4", "precision.rebalance=true"),
 }  # variants that set more than a policy
 BOUNDS = {"float16": 0.001, "fp8": 0.003, "mxfp8": 0.003, "fp8_dynamic": 0.005}
-BOUNDS |= {"fp8-key-value-16": 0.002, "nvfp4": 0.01}
-BOUNDS |= {"gradients-bfloat16": 0.001, "gradients-fp8": 0.002}
+BOUNDS |= {"nvfp4": 0.01, "gradients-bfloat16": 0.001, "gradients-fp8": 0.002}
 BATCHES = 8
 
 E4M3, E5M2, WIDE = "float8_e4m3fn", "float8_e5m2", "bfloat16"

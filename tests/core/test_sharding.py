@@ -254,7 +254,7 @@ def primitives(f: Any, *args: Any) -> list[str]:
     ids=str,
 )
 def test_dimensions_lie_over_the_axes_that_divide_them(axes, start, dimensions, spec) -> None:
-    """Those of the gradient too."""
+    """The result and the gradient have the same sharding."""
     mesh = mesh_of(**axes)
 
     def f(x: Any) -> Any:

@@ -468,7 +468,7 @@ def largest(program: Any) -> int:
 def test_memory_does_not_grow_with_the_logits(config: MatmulConfig | None) -> None:
     few, many = (compiled(n * CHUNK, CHUNK, config) for n in (4, 64))
     bytes_of = [program.memory_analysis().temp_size_in_bytes for program in (few, many)]
-    # What does grow is what there is of each token: x, dx and a number or two, in chunks and not.
+    # Only arrays with one row per token grow: x, dx, and one or two numbers for each token.
     own = 60 * CHUNK * (4 * WIDTH + 4) * 4
     assert bytes_of[1] <= bytes_of[0] + own
     assert own < 60 * CHUNK * CLASSES  # a byte of each logit

@@ -33,8 +33,8 @@ def add(
 ) -> ScaledArray:
     """Add two independent activations.
 
-    Scaling: `rules.add`. The result has the larger of the scales of x and y.
-    Adding a Python or NumPy number keeps scale and gradient.
+    Scaling: `rules.add`. The result has the larger of the scales of x and y. Adding a Python or
+    NumPy number keeps scale and gradient.
 
     Args:
         x: operand; or a number, if ``y`` is an array.

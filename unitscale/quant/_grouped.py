@@ -69,6 +69,10 @@ class GroupedCore(Core):
         """Return ``x``: a group of tokens may belong to several matrices."""
         return x
 
+    def gather(self, rhs: Any) -> Any:
+        """Return ``rhs``: XLA places the matrices of groups."""
+        return rhs
+
     def both_layouts(self, x: Any, which: int) -> tuple[Any, Any]:
         """Return the operand twice: the loops slice blocks of rows, whatever their layout."""
         return x, x

@@ -104,9 +104,8 @@ def block_scaled_dot(
 
 def _blocked_label(x: Any, labels: str, summed: str) -> str | None:
     """Return the summed label along which an operand has blocks; None if no kernel takes them."""
-    if not is_scaled(x) or not x.block_shape or x.scale is None:
-        return None
-    if any(jax.typeof(x.data).sharding.spec):
+    sharded = any(jax.typeof(data_of(x)).sharding.spec)
+    if sharded or not is_scaled(x) or not x.block_shape or x.scale is None:
         return None
     wanted = _BLOCK_SIZES.get((x.dtype.name, x.scale.dtype.name))
     blocks = zip(labels, x.block_shape, x.shape, strict=True)

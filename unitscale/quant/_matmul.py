@@ -271,14 +271,15 @@ class Core:
 
     def for_backward(self, x: jax.Array, which: int, state: QuantState | None) -> Any:
         """Return lhs or cotangent for the weight gradient, or rhs for the left gradient."""
-        spec, config = self.spec.grad_lhs if which == RHS else self.spec.grad_rhs, self.config
-        if which == RHS or config is None:
-            return self.quantize(x, which, state, spec)[0]
+        config = self.config
+        assert config is not None, "operands without a config have one form"
+        if which == RHS:
+            return self.quantize(x, RHS, state, self.spec.grad_lhs)[0]
         if config.wide_weight_gradient:
             return x
         if config.hadamard:
-            x = self.rotate(x, spec.lhs if which == LHS else spec.rhs)
-        return self.quantize(x, which, state, spec)[0]
+            x = self.rotate(x, self.spec.lhs if which == LHS else self.spec.out)
+        return self.quantize(x, which, state, self.spec.grad_rhs)[0]
 
     def rotate(self, x: jax.Array, labels: str) -> jax.Array:
         """Multiply an operand of the weight gradient by a Hadamard matrix."""
@@ -399,9 +400,8 @@ def _move_scale(cotangent: Any, out: str, operand: Any, labels: str) -> tuple[An
 
     The backward matmul sums over the channels, so the scale cannot multiply its result.
     """
-    if not is_scaled(operand) or operand.block_shape or operand.scale is None:
-        return cotangent, operand
-    if operand.scale.ndim == 0:
+    varies = is_scaled(operand) and operand.scale is not None and operand.scale.ndim > 0
+    if not varies or operand.block_shape:
         return cotangent, operand
     scale = _scale_in_result(to_float(operand.scale), labels, out)
     return widen(cotangent) * scale, operand.data
@@ -415,7 +415,7 @@ def matmul(lhs, rhs, groups, multiplier, state, core):
 
 def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     left, lhs, saw_lhs = _operands(core, lhs, LHS, state)
-    right, rhs, saw_rhs = _operands(core, rhs, RHS, state, gather=groups is None)
+    right, rhs, saw_rhs = _operands(core, rhs, RHS, state)
     factors = core.factors
     if multiplier is not None:
         factors = tuple(factor * multiplier for factor in factors)
@@ -427,12 +427,12 @@ def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     return y, (lhs, rhs, groups, state, (saw_lhs, saw_rhs), own)
 
 
-def _operands(core, x, which, state, *, gather=False):
+def _operands(core, x, which, state):
     """Quantize an operand: return its forms in the forward and backward matmul, and statistics."""
     name = core.names and core.config is not None and which == LHS
     named = partial(jax.tree.map, _lowering.named) if name else lambda x: x
     quantized, seen = core.quantize(x, which, state, core.spec)
-    quantized = core.gather(quantized) if gather else named(quantized)
+    quantized = core.gather(quantized) if which == RHS else named(quantized)
     if core.requantizes(which):
         return quantized, named(core.for_backward(x, which, state)), seen
     first, second = core.both_layouts(quantized, which)
