@@ -262,6 +262,7 @@ class GPTModelConfig(TransformerConfig):
     plain: ClassVar[dict[str, tuple[Any, ...]]] = TransformerConfig.plain | {
         "remat": ("none", "layer"),
         "document_end": (None,),
+        "window": (None,),
     }
 
     kv_heads: Count | None = None
@@ -276,6 +277,8 @@ class GPTModelConfig(TransformerConfig):
     """Position encoding: rotary (rope) or a learned table."""
     document_end: Whole | None = None
     """Token id that ends a document, to mask attention between documents; null for no mask."""
+    window: Count | None = None
+    """Number of tokens that a token attends to, itself included; null for all up to itself."""
     decoder: DecoderConfig | None = Field(default=None, json_schema_extra={"from_init": True})
     """Properties of a Hugging Face decoder, read from init."""
 

@@ -49,6 +49,7 @@ class GPT(nnx.Module):
             norm=config.norm,
             activation="gelu" if config.mlp == "plain" else "silu_glu",
             is_causal=True,
+            local_window_size=None if config.window is None else config.window - 1,
             use_bias=config.bias,
             **config.stack_options,
             **options,

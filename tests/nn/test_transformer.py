@@ -43,6 +43,7 @@ def composed(layer, x, source, mask):
 
     operands = heads(layer.query, x), heads(layer.key, source), heads(layer.value, source)
     options = {"mask": mask, "is_causal": layer.is_causal, "mult": layer.mult}
+    options["local_window_size"] = layer.local_window_size
     y = ops.dot_product_attention(*operands, scale_length=layer.max_length, **options).value
     return layer.out(y.reshape(*y.shape[:-2], -1)).value
 
@@ -53,6 +54,7 @@ def test_attention_is_composed_of_matmuls_and_the_op() -> None:
     cases: list[tuple[dict[str, Any], Any, Any]] = [
         ({}, None, None),
         ({"is_causal": True, "mult": 3.0}, None, None),
+        ({"is_causal": True, "local_window_size": 2}, None, None),
         ({"num_kv_heads": 2, "max_length": 20}, None, None),
         ({"is_causal": True, **wide}, None, None),
         ({"in_kv_features": 7}, other, some),
@@ -291,7 +293,7 @@ def assert_same(found, expected) -> None:
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
                 {"residual_scheme": "fixed", "is_causal": False, "num_kv_heads": 1},
-                {"rotary_base": 1e4, "max_length": 12, "use_bias": False},
+                {"rotary_base": 1e4, "max_length": 12, "local_window_size": 3},
             )
         ),
     ],
@@ -325,6 +327,7 @@ def test_conversion_both_ways() -> None:
 @pytest.mark.parametrize("policy", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def test_decoding_gives_what_the_uncached_stack_gives(policy: str) -> None:
     options = {"policy": policy, "rotary_base": 100.0, "num_kv_heads": 1, "max_length": TIME}
+    options["local_window_size"] = 3
     one = stack_of(2, **options, attention_mult=2.0)
     expected = jit(lambda x: to_array(one(x)))(X)
     near = 32 * float(jnp.finfo(policy).eps)  # rounding a few times per layer
@@ -392,6 +395,7 @@ test_errors = refuses(
         (ValueError, lambda: attention(qkv_features=12, rotary_base=1.0), "need an even head size"),
         (ValueError, lambda: attention(implementation="flash"), "implementation must be one of"),
         (ValueError, lambda: attention(max_length=9).init_cache(1, 9), "needs is_causal=True"),
+        (ValueError, lambda: attention(local_window_size=2), "local_window_size must be None, or"),
         (ValueError, lambda: attention(is_causal=True).init_cache(1, 9), "needs max_length="),
         (ValueError, lambda: decode(2, 9), "a cache needs is_causal=True"),
         (ValueError, lambda: decode(2, 4, **CAUSAL), "KVCache: expected keys .*'at most 4'"),

@@ -51,6 +51,7 @@ WRONG = [
     ("model.heads=16", r"model: rope needs an even head size.*got 1"),
     ("model.vocab_multiple=128", r"model: vocab_multiple 128 needs library unitscale; got"),
     ("model.document_end=1", r"model: document_end 1 needs library unitscale"),
+    ("model.window=4", r"model: window 4 needs library unitscale"),
     ("model.vocab=255", r"model\.vocab must be at least the tokenizer's 256; got 255"),
     ("model.context=8", r"model\.context must be at least data\.sequence_length; got 8 and 16"),
     ("optimizer.multipliers.norm=0.1", r"multipliers need umup true.*; got umup false"),

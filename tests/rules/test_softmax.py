@@ -140,18 +140,19 @@ def test_limits_of_attention() -> None:
 
 LENGTH, HEADS, HEAD_DIM, LAYERS, TRIALS = 32, 8, 16, 3, 40
 CASES = [
-    # causal, activation, gated, norm placement, tau
+    # keys per query with a causal mask (0: no mask), activation, gated, norm placement, tau
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            (False, jax.nn.relu, True, "post", 1.0),
-            (False, jax.nn.relu, False, "none", 0.2),
-            (False, jax.nn.gelu, False, "pre", 0.5),
-            (True, jax.nn.gelu, True, "pre", 1.0),
-            (True, jax.nn.relu, False, "post", 1.0),
+            (0, jax.nn.relu, True, "post", 1.0),
+            (0, jax.nn.relu, False, "none", 0.2),
+            (0, jax.nn.gelu, False, "pre", 0.5),
+            (LENGTH, jax.nn.gelu, True, "pre", 1.0),
+            (LENGTH, jax.nn.relu, False, "post", 1.0),
+            (LENGTH, jax.nn.gelu, False, "pre", 0.5),
         )
     ),
-    (True, jax.nn.gelu, False, "pre", 0.5),
+    (5, jax.nn.gelu, False, "pre", 0.5),
 ]
 
 
@@ -163,22 +164,22 @@ def normalize(x):
     return x / np.sqrt(np.mean(x**2, -1, keepdims=True))
 
 
-def attend(rng, x, is_causal):
+def attend(rng, x, keys):
     """Average values with the attention weights of independent projections of unit inputs."""
     q, k, v = (dense(rng, x, x.shape[-1]).reshape(LENGTH, HEADS, HEAD_DIM) for _ in range(3))
     weights = np.exp(np.einsum("thd,shd->hts", q, k) / HEAD_DIM)
-    weights *= np.tril(np.ones((LENGTH, LENGTH))) if is_causal else 1
+    weights *= np.tri(LENGTH) - np.tri(LENGTH, k=-keys) if keys else 1
     weights /= weights.sum(-1, keepdims=True)
     return np.einsum("hts,shd->thd", weights, v).reshape(x.shape)
 
 
-def stack(rng, predicted, *, is_causal, f, fwd, gated, norm_placement, tau):
+def stack(rng, predicted, *, keys, f, fwd, gated, norm_placement, tau):
     """Measure attention averages of a random stack that uses the predicted factors."""
     before = normalize if norm_placement == "pre" else lambda x: x
     after = normalize if norm_placement == "post" else lambda x: x
     x, found = rng.standard_normal((LENGTH, HEADS * HEAD_DIM), np.float32), []
     for mean_square in predicted:
-        y = attend(rng, before(x), is_causal)
+        y = attend(rng, before(x), keys)
         found.append(np.mean(y**2))
         branch = dense(rng, y, x.shape[-1]) / np.sqrt(mean_square)
         x = after((tau * branch + x) / np.hypot(1, tau))
@@ -189,37 +190,38 @@ def stack(rng, predicted, *, is_causal, f, fwd, gated, norm_placement, tau):
     return found
 
 
-def simulate(is_causal, f, gated, norm_placement, tau):
+def simulate(keys, f, gated, norm_placement, tau):
     """Return predicted mean squares, the ratios of measured ones to them, and standard errors."""
     predicted = [
         AttentionContext(
             taus_below=(tau, tau) * layer, activation=f, gated=gated, norm_placement=norm_placement
-        ).mean_square(HEAD_DIM, LENGTH, is_causal=is_causal)
+        ).mean_square(HEAD_DIM, LENGTH, is_causal=keys > 0, keys_per_query=keys)
         for layer in range(LAYERS)
     ]
     fwd = (rules.glu if gated else rules.elementwise)(f).fwd
     rng = np.random.default_rng(7)
     options = {"f": f, "fwd": fwd, "gated": gated, "norm_placement": norm_placement, "tau": tau}
-    found = np.array([stack(rng, predicted, is_causal=is_causal, **options) for _ in range(TRIALS)])
+    found = np.array([stack(rng, predicted, keys=keys, **options) for _ in range(TRIALS)])
     ratio = found / predicted
     return np.asarray(predicted), ratio.mean(0), ratio.std(0, ddof=1) / np.sqrt(TRIALS)
 
 
-@pytest.mark.parametrize(("is_causal", "f", "gated", "norm_placement", "tau"), CASES)
+@pytest.mark.parametrize(("keys", "f", "gated", "norm_placement", "tau"), CASES)
 def test_predicted_mean_square_is_that_of_a_random_stack(
-    is_causal, f, gated, norm_placement, tau
+    keys, f, gated, norm_placement, tau
 ) -> None:
-    _, ratio, error = simulate(is_causal, f, gated, norm_placement, tau)
+    _, ratio, error = simulate(keys, f, gated, norm_placement, tau)
     assert (error < 0.04).all(), f"too few samples to tell: standard errors {error}"
     # Infinite width is assumed; a stack of finite width departs by a few inverse widths a layer.
     finite_width = np.arange(LAYERS) * 4 / (HEADS * HEAD_DIM) + 2 / HEAD_DIM / HEAD_DIM
     assert (np.abs(ratio - 1) <= 5 * error + finite_width).all(), (ratio, error)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_groups_of_positions_stand_for_every_position(is_causal) -> None:
-    for length in (1, 7, 100, 1000):
-        found = AttentionContext().mean_square(32, length, is_causal=is_causal, mult=2.0)
-        factors = rules.dot_product_attention(32, length, is_causal=is_causal, mult=2.0)
+@pytest.mark.parametrize(("is_causal", "keys"), [(False, None), (True, None), (True, 40)])
+def test_groups_of_positions_stand_for_every_position(is_causal, keys) -> None:
+    for length in (1, 7, 100, 1000, 10_000):
+        options = {"is_causal": is_causal, "keys_per_query": keys, "mult": 2.0}
+        found = AttentionContext().mean_square(32, length, **options)
+        factors = rules.dot_product_attention(32, length, **options)
         # Groups of neighbours stand for their middle, which costs little beyond the first 64.
         assert found == pytest.approx(factors.fwd**-2, rel=2e-3)

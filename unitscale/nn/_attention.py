@@ -82,6 +82,8 @@ class MultiHeadAttention(nnx.Module):
         num_heads: as in Flax, like all arguments that neither this list nor `unitscale.nn` has.
         in_features: size of the input's last axis.
         is_causal: whether each query ignores later keys.
+        local_window_size: query t attends only to keys t - local_window_size to t; None for all
+            earlier keys. Needs ``is_causal``.
         max_length: sequence length to compute the factor for; by default the length in each call.
         rotary_base: base of rotary positions (usually 10000.0); None disables them.
         mult: multiplier of the logits.
@@ -105,6 +107,7 @@ class MultiHeadAttention(nnx.Module):
         in_kv_features: int | None = None,
         *,
         is_causal: bool = False,
+        local_window_size: int | None = None,
         max_length: int | None = None,
         rotary_base: float | None = None,
         mult: float = 1.0,
@@ -141,6 +144,11 @@ class MultiHeadAttention(nnx.Module):
                 "unitscale.nn.MultiHeadAttention: num_kv_heads must divide num_heads; got "
                 f"num_kv_heads {num_kv_heads}, num_heads {num_heads}"
             )
+        if local_window_size is not None and (not is_causal or local_window_size < 0):
+            raise ValueError(
+                "unitscale.nn.MultiHeadAttention: local_window_size must be None, or a number of "
+                f"earlier keys with is_causal=True; got {local_window_size}, is_causal {is_causal}"
+            )
         check_choice(
             "unitscale.nn.MultiHeadAttention", "implementation", implementation, ops.Implementation
         )
@@ -152,7 +160,7 @@ class MultiHeadAttention(nnx.Module):
                 f"{self.head_dim} ({qkv_features} features in {num_heads} heads)"
             )
         self.is_causal, self.max_length, self.mult = is_causal, max_length, mult
-        self.rotary_base = rotary_base
+        self.rotary_base, self.local_window_size = rotary_base, local_window_size
         self.context: rules.AttentionContext | None = None  # set by TransformerLayer
         self.implementation: ops.Implementation = implementation
         dense = partial(Dense, use_bias=use_bias)
@@ -227,6 +235,7 @@ class MultiHeadAttention(nnx.Module):
             mask=mask,
             segment_ids=segment_ids,
             is_causal=self.is_causal,
+            local_window_size=self.local_window_size,
             deterministic=deterministic,
             rngs=rngs,
             implementation=self.implementation,
@@ -237,20 +246,26 @@ class MultiHeadAttention(nnx.Module):
 
     def factor_over(self, context: rules.AttentionContext | None, length: int) -> float:
         """Return the factor in a context over the factor without one, for ``length`` keys."""
-        length, mean_square = self._inputs_of(context, length)
         own, other = (
             rules.dot_product_attention(
-                self.head_dim, length, is_causal=self.is_causal, mult=self.mult, mean_square=m
+                self.head_dim, keys, is_causal=self.is_causal, mult=self.mult, mean_square=m
             ).fwd
-            for m in (mean_square, None)
+            for keys, m in (self._inputs_of(context, length), self._inputs_of(None, length))
         )
         return own / other
 
     def _inputs_of(self, context: rules.AttentionContext | None, length: int) -> tuple[int, Any]:
         """Return the length and the mean square that the factor depends on."""
         length = length if self.max_length is None else self.max_length
+        keys = None if self.local_window_size is None else self.local_window_size + 1
+        if context is None and keys is not None:
+            context = rules.AttentionContext()
         return length, context and context.mean_square(
-            self.head_dim, length, is_causal=self.is_causal, mult=self.mult
+            self.head_dim,
+            length,
+            is_causal=self.is_causal,
+            keys_per_query=keys,
+            mult=self.mult,
         )
 
     def decode(self, x: ops.ArrayLike, cache: KVCache) -> tuple[ScaledArray, KVCache]:
@@ -264,7 +279,10 @@ class MultiHeadAttention(nnx.Module):
         positions = cache.length + jnp.arange(time)
         q, k, v = self._project(x, x, x, positions)
         cache = cache.append(k.value, v.value)
-        seen = jnp.arange(cache.key.shape[1])[None, :] <= positions[:, None]
+        distance = positions[:, None] - jnp.arange(cache.key.shape[1])
+        seen = distance >= 0
+        if self.local_window_size is not None:
+            seen &= distance <= self.local_window_size
         y = self._attend(q, cache.key, cache.value, mask=seen[None, None], is_causal=False)
         return self._merge(y), cache
 
@@ -303,6 +321,7 @@ class MultiHeadAttention(nnx.Module):
         *,
         mask,
         is_causal,
+        local_window_size=None,
         segment_ids=None,
         deterministic: bool | None = True,
         rngs=None,
@@ -326,6 +345,7 @@ class MultiHeadAttention(nnx.Module):
             mask=mask,
             segment_ids=segment_ids,
             is_causal=is_causal,
+            local_window_size=local_window_size,
             mult=self.mult,
             dropout_rate=self.dropout.rate,
             dropout_key=key,

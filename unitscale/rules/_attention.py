@@ -20,7 +20,9 @@ from ._softmax import SoftmaxMoments, causal_softmax_moments, moments_by_size, s
 NormPlacement = Literal["pre", "post", "none"]
 """Position of the norm in the branches of an `AttentionContext`: before, after the sum, or none."""
 
-_SINGLE_POSITIONS, _GROUPS = 64, 96
+# Groups of positions: those of one position, and others if there is no window; most groups in a
+# window, and most windows, beyond which all positions have the same statistics.
+_SINGLE_POSITIONS, _GROUPS, _GROUPS_PER_WINDOW, _WINDOWS = 64, 96, 8, 32
 
 
 def logit_factor(head_dim: int, mult: float = 1.0) -> float:
@@ -140,16 +142,25 @@ class AttentionContext:
         )
 
     def mean_square(
-        self, head_dim: int, key_length: int, *, is_causal: bool, mult: float = 1.0
+        self,
+        head_dim: int,
+        key_length: int,
+        *,
+        is_causal: bool,
+        keys_per_query: int | None = None,
+        mult: float = 1.0,
     ) -> float:
         """Return the argument `mean_square` of `dot_product_attention`, from its other arguments.
 
-        Assumes that the attention layers below are like this one.
+        Assumes that the attention layers below are like this one. `keys_per_query` is used only
+        with a causal mask.
         """
         name = "AttentionContext.mean_square"
         check_sizes(name, head_dim=head_dim, key_length=key_length)
         spread = positive_number(name, "mult", mult) / math.sqrt(head_dim)
-        attention = _Attention(int(key_length), bool(is_causal), spread)
+        length = int(key_length)
+        keys = min(length, length if keys_per_query is None else int(keys_per_query))
+        attention = _Attention(length, bool(is_causal), spread, keys)
         return attention.mean(attention(_normalize(_stream(self, attention))).variance)
 
 
@@ -166,52 +177,68 @@ class _Attention(NamedTuple):
     length: int
     is_causal: bool
     spread: float
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """Number of positions in each group of neighbors: 1 at first, then growing."""
-        if not self.is_causal:  # all positions have the same statistics
-            return np.array([float(self.length)])
-        first = np.arange(min(self.length, _SINGLE_POSITIONS) + 1)
-        later = np.round(np.geomspace(first[-1], self.length, _GROUPS)).astype(int)
-        return np.diff(np.unique(np.concatenate([first, later]))).astype(np.float64)
+    keys_per_query: int  # at most; with a causal mask
 
     def __call__(self, values: _Covariance) -> _Covariance:
-        count, square, earlier = _keys(self)
+        groups = _groups(self)
         own = values.variance - np.diag(values.pair)
-        pair = self._sum_seen(self._sum_seen(values.pair).T) / np.outer(count, count)
-        seen = self._sum_seen(own)
-        variance = np.diag(pair) + square * seen / count
-        # The positions that two queries both attend to are those of the earlier query.
-        return _Covariance(pair + seen[earlier] / np.outer(count, count), variance)
-
-    def _sum_seen(self, x: np.ndarray) -> np.ndarray:
-        """Sum x over the positions that a query of each group attends to."""
-        size = self.sizes.reshape(-1, *(1,) * (x.ndim - 1))
-        if not self.is_causal:
-            return np.broadcast_to((size * x).sum(0), x.shape)
-        # A position attends to itself and, on average, half of the others in its group.
-        return np.cumsum(size * x, 0) - (size - 1) / 2 * x
+        counts = np.outer(groups.count, groups.count)
+        pair = groups.seen @ values.pair @ groups.seen.T / counts
+        variance = np.diag(pair) + groups.square * (groups.seen @ own) / groups.count
+        # Sum `own` over the positions that two queries both attend to.
+        total = np.concatenate([[0.0], np.cumsum(groups.size * own)])
+        first = np.maximum.outer(groups.first, groups.first)
+        last = np.maximum(np.minimum.outer(groups.last, groups.last), first)
+        shared = np.interp(last, groups.edge, total) - np.interp(first, groups.edge, total)
+        return _Covariance(pair + shared / counts, variance)
 
     def mean(self, x: np.ndarray) -> float:
-        """Average x over all positions."""
-        return float(x @ self.sizes / self.sizes.sum())
+        """Average x over all positions; those beyond the last group are like those in it."""
+        size = _groups(self).size.copy()
+        size[-1] += self.length - size.sum()
+        return float(x @ size / self.length)
+
+
+class _Groups(NamedTuple):
+    """Groups of neighboring positions with similar statistics, and the keys they attend to."""
+
+    edge: np.ndarray  # positions before each group, and before the end
+    size: np.ndarray
+    first: np.ndarray  # a query attends to positions above `first`, up to `last`
+    last: np.ndarray
+    seen: np.ndarray  # number of positions of each group (columns) that a query attends to
+    count: np.ndarray  # of all groups
+    square: np.ndarray  # mean square of the attention weights
 
 
 @functools.lru_cache(maxsize=64)
-def _keys(attention: _Attention) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return keys per query, mean square of the weights, and the earlier of each two groups."""
-    groups = np.arange(attention.sizes.size)
-    count = attention._sum_seen(np.ones(groups.size))
-    square, _ = moments_by_size(count, attention.spread)
-    return count, square, np.minimum.outer(groups, groups)
+def _groups(attention: _Attention) -> _Groups:
+    length, window = attention.length, attention.keys_per_query
+    edge = np.array([0, length])  # without a causal mask all positions have the same statistics
+    if attention.is_causal:
+        # Sizes are 1 at first, and grow up to a part of the window.
+        length = min(length, _WINDOWS * window)
+        single = np.arange(min(length, _SINGLE_POSITIONS) + 1)
+        later = np.round(np.geomspace(single[-1], length, _GROUPS)).astype(int)
+        even = np.arange(single[-1], length, max(1, window // _GROUPS_PER_WINDOW))
+        edge = np.unique(np.concatenate([single, later, even]))
+    size = np.diff(edge).astype(np.float64)
+    last, first = np.full(size.size, float(length)), np.zeros(size.size)
+    if attention.is_causal:
+        # A query attends to itself and, on average, half of the others in its group.
+        last = edge[:-1] + (size + 1) / 2
+        first = np.maximum(last - window, 0)
+    upto, before = (np.clip(x[:, None] - edge[:-1], 0, size) for x in (last, first))
+    seen = upto - before
+    square, _ = moments_by_size(seen.sum(1), attention.spread)
+    return _Groups(edge, size, first, last, seen, seen.sum(1), square)
 
 
 @functools.lru_cache(maxsize=128)
 def _stream(context: AttentionContext, attention: _Attention) -> _Covariance:
     """Return the covariance of the residual stream above all branches of a context."""
     if not context.taus_below:
-        groups = attention.sizes.size
+        groups = _groups(attention).size.size
         return _Covariance(np.zeros((groups, groups)), np.ones(groups))
     *below, attention_tau, mlp_tau = context.taus_below
     stream = _stream(dataclasses.replace(context, taus_below=tuple(below)), attention)

@@ -66,7 +66,7 @@ def test_gradients_are_constants_times_the_truth(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"scan": True, "kv_heads": 2}, marks=pytest.mark.slow)]
 )
-def test_documents_of_a_window_do_not_see_each_other(options: dict[str, Any]) -> None:
+def test_documents_and_windows_limit_attention(options: dict[str, Any]) -> None:
     window = np.array([3, 1, 4, 0, 5, 9, 2, 6, 5, 0, 8, 7])  # 0 ends a document
     other = window.copy()
     other[[1, 5]] = 7  # of the first two documents
@@ -80,6 +80,8 @@ def test_documents_of_a_window_do_not_see_each_other(options: dict[str, Any]) ->
     # From the changed id on, to the end of its document.
     np.testing.assert_array_equal(np.flatnonzero(changed(document_end=0)), [1, 2, 3, 5, 6, 7, 8, 9])
     np.testing.assert_array_equal(np.flatnonzero(changed()), np.arange(1, 12))
+    # One token further in each layer.
+    np.testing.assert_array_equal(np.flatnonzero(changed(window=2)), [1, 2, 3, 5, 6, 7])
 
 
 ZEROS = jnp.zeros((1, 16), jnp.int32)
