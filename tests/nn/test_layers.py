@@ -235,7 +235,7 @@ NAMES += " Dropout MultiHeadAttention SimpleCell GRUCell OptimizedLSTMCell RNN O
 TWINS = {nn.Dense: nnx.Linear} | {getattr(nn, n): getattr(nnx, n) for n in NAMES.split()}
 OURS = {"policy", "constraint", "pad_to_multiple_of", "is_causal", "max_length", "rotary_base"}
 OURS |= {"mult", "implementation", "stack_axes", "kernel_metadata", "recurrent_kernel_metadata"}
-OURS |= {"bias_metadata", "dtype", "param_dtype"}
+OURS |= {"bias_metadata", "dtype", "param_dtype", "local_window_size"}
 
 
 def arguments(cls: type) -> tuple[list[str], set[str]]:
