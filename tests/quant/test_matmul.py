@@ -325,6 +325,8 @@ def test_switches_of_the_weight_gradient() -> None:
     assert max(errors[0], *errors[3:]) < 1e-6
     assert 0.05 < errors[2] < 0.2
     assert errors[1] != errors[2]
+    empty = jax.eval_shape(three_products(rotated, DENSE), LHS[:0], RHS, LHS[:0, :4], None)
+    assert [x.shape for x in empty[:3]] == [(0, 4), (0, 8), (8, 4)]
     own = [three_products(dataclasses.replace(c, wide_weight_gradient=False), spec) for c in wide]
     same = jit(lambda *a: [f(*a, state_of(c.strategy)) for f, c in zip(own, wide, strict=True)])
     for (y, dlhs, _, seen), (*kept, _, amax) in zip(found[3:], same(lhs, rhs, dy), strict=True):

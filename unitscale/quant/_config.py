@@ -197,8 +197,9 @@ class MatmulConfig:
             only backward, as TransformerEngine and torchao do. No effect on other devices.
 
     Raises:
-        ValueError: if a format is unknown, unsigned or fnuz, if two of them are E5M2, which no
-            hardware multiplies, or if switches contradict each other.
+        ValueError: if a format is unknown, unsigned or fnuz, or without `Block` lacks NaN (FP4 and
+            FP6 would hide it), if two of them are E5M2, which no hardware multiplies, or if
+            switches contradict each other.
     """
 
     lhs: str = "float8_e4m3fn"
@@ -225,6 +226,9 @@ class MatmulConfig:
             object.__setattr__(self, name, fmt.name)
             fits = fmt.signed and not fmt.name.endswith("fnuz")
             expected = "a signed format that NVIDIA GPUs support, such as float8_e4m3fn"
+            _check(fits, f"MatmulConfig: {name}", expected, fmt.name)
+            fits = fmt.has_nan or isinstance(self.strategy, Block)
+            expected = "a format that has NaN, such as float8_e4m3fn, unless strategy is Block"
             _check(fits, f"MatmulConfig: {name}", expected, fmt.name)
             if (fmt.exponent_bits, fmt.mantissa_bits) == (5, 2):
                 e5m2.append(name)

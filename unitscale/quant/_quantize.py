@@ -134,7 +134,7 @@ def hadamard(x: jax.Array, axis: int) -> jax.Array:
     matrix = np.where(parity, -1, 1) * _SIGNS[:size, None] / np.sqrt(size)
     groups = jnp.moveaxis(widen(x), axis, -1)
     shape = groups.shape
-    groups = groups.reshape(*shape[:-1], -1, size)
+    groups = groups.reshape(*shape[:-1], shape[-1] // size, size)
     precision = lax.Precision.HIGHEST
     groups = jnp.matmul(groups, matrix.astype(np.float32), precision=precision)
     return jnp.moveaxis(groups.reshape(shape), -1, axis)
@@ -164,7 +164,8 @@ def quantize(
     Scaling:
         data = x / scale, where the strategy chooses the scale; formats with the range of float32
         get none. `Unit` casts the data of a ScaledArray and keeps its scale; the other strategies
-        quantize its value. Finite values saturate; infinity becomes NaN if the format lacks it.
+        quantize its value. Finite values saturate; infinity becomes NaN if the format lacks it. In
+        FP4 and FP6, which lack NaN too, `Block` makes whole blocks NaN; other strategies hide both.
 
     Args:
         x: floating array or ScaledArray of any shape.
