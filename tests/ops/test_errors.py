@@ -145,6 +145,7 @@ VALUES = {
         (lambda: attend(heads, three_heads, three_heads), "kv_heads dividing heads"),
         (lambda: attend(*[heads] * 3, mask=jnp.ones((3, 4), bool)), r"\(1, 2, 3, 3\); got mask"),
         (lambda: attend(*[heads] * 3, dropout_rate=0.1, deterministic=False), "dropout_key"),
+        (lambda: attend(*[heads] * 3, local_window_size=(1,)), r"local_window_size .* got \(1,\)"),
         (lambda: attend(*[heads] * 3, implementation="flash"), "one of auto, plain, .*got 'fl"),
         (lambda: attend(*[heads] * 3, implementation="cudnn"), "not float32"),
     ],

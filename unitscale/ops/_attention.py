@@ -192,14 +192,15 @@ def _check_window(window: Any, is_causal: bool, time: int, source: int) -> Windo
     """Return the largest distances to keys before and after a query; None where unlimited."""
     if window is None:
         return Window(None, 0 if is_causal else None)
-    left, right = sides = (window, window) if isinstance(window, int) else tuple(window)
-    if time != source or min(sides) < 0:
+    sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
+    fits = len(sides) == 2 and all(isinstance(side, int) and side >= 0 for side in sides)
+    if time != source or not fits:
         raise ValueError(
-            "unitscale.ops.dot_product_attention: local_window_size must be one or two numbers, "
-            f"0 or more, and needs as many queries as keys; got {window}, {time} queries, {source} "
-            "keys. Pass a mask otherwise."
+            "unitscale.ops.dot_product_attention: local_window_size must be one or two integers, "
+            f"0 or more, and needs as many queries as keys; got {window!r}, {time} queries, "
+            f"{source} keys. Pass a mask otherwise."
         )
-    right = 0 if is_causal else right
+    left, right = sides[0], 0 if is_causal else sides[1]
     return Window(*(None if side >= source - 1 else side for side in (left, right)))
 
 

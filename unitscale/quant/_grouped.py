@@ -153,7 +153,7 @@ def grouped(
         state: as for `contract`.
 
     Raises:
-        ValueError: if the number of sizes differs from the number of matrices.
+        ValueError: if the shapes do not fit.
         TypeError: if the sizes are not integers.
 
     Example:
@@ -168,10 +168,11 @@ def grouped(
     sizes = jnp.asarray(sizes)
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"unitscale.quant.grouped: sizes must be integers; got {sizes.dtype}")
-    if sizes.shape != rhs.shape[:1]:
+    fits = (lhs.ndim, rhs.ndim) == (2, 3) and lhs.shape[1] == rhs.shape[1]
+    if not fits or sizes.shape != rhs.shape[:1] or not sizes.size:
         raise ValueError(
-            "unitscale.quant.grouped: sizes must have one number for each of the "
-            f"{rhs.shape[0]} matrices of rhs; got shape {sizes.shape}"
+            "unitscale.quant.grouped: lhs must be (rows, k), rhs (groups, k, n) and sizes "
+            f"(groups,), with a group; got lhs {lhs.shape}, rhs {rhs.shape}, sizes {sizes.shape}"
         )
     sizes = sizes.astype(jnp.int32)
     # Exclude rows of no group, and their cotangents, from amax statistics.

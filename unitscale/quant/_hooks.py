@@ -61,7 +61,7 @@ def einsum_contraction(subscripts: str, lhs_rank: int) -> Contraction:
     terms, _, out = subscripts.replace(" ", "").partition("->")
     lhs, rhs = terms.split(",")
     spare = "".join(c for c in ascii_uppercase if c not in subscripts)
-    hidden = spare[: lhs_rank - len(lhs.replace("...", ""))]
+    hidden = spare[: max(0, lhs_rank - len(lhs.replace("...", "")))]
     return Contraction(lhs.replace("...", hidden), rhs, out.replace("...", hidden))
 
 

@@ -134,12 +134,14 @@ def scaled_matmul(
 
     if (y := _lowering.block_scaled_dot(lhs, rhs, spec, batch + free, out_dtype)) is not None:
         return narrow(lax.transpose(y, order) * factor, out_dtype)
-    operands, scales = [], []
+    operands, scales, sizes = [], [], {}
     for x, labels in ((lhs, spec.lhs), (rhs, spec.rhs)):
-        if x.ndim != len(labels):
+        own = zip(labels, x.shape, strict=False)
+        if x.ndim != len(labels) or any(sizes.setdefault(c, n) != n for c, n in own):
             raise ValueError(
-                f"unitscale.quant.scaled_matmul: operand {labels!r} must have {len(labels)} "
-                f"dimensions; got shape {tuple(x.shape)}. Reshape it, or give it other labels."
+                f"unitscale.quant: operands must have the dimensions {spec.lhs!r} and "
+                f"{spec.rhs!r}, equal for equal labels; got shapes {tuple(lhs.shape)} and "
+                f"{tuple(rhs.shape)}. Reshape or transpose one, or give it other labels."
             )
         summed = [axis for axis, c in enumerate(labels) if c in spec.summed]
         if not isinstance(x, ScaledArray) or (scale := x.scale) is None:

@@ -92,8 +92,8 @@ def quantize_dynamic(
     split = _split(padded, sizes)
     largest = jnp.max(split, axis=tuple(range(1, split.ndim, 2)), initial=0.0)
     scale = _block_scale(largest, fmt, strategy)
-    full = to_float(ScaledArray(x, scale, block_shape=(blocks := tuple(sizes))).full_scale)
-    return ScaledArray(cast_data(widen(x) / full, dtype), scale, block_shape=blocks)
+    scaled = ScaledArray(x, scale, block_shape=tuple(sizes))
+    return scaled.map_data(lambda x: cast_data(widen(x) / to_float(scaled.full_scale), dtype))
 
 
 def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
@@ -192,14 +192,14 @@ def quantize(
         raise ValueError(
             f"unitscale.quant.quantize: axis must be among the {x.ndim} dimensions; got {axis}"
         )
-    one_scale = isinstance(strategy, Static) and len(set(strategy.scales or ())) == 1
-    if isinstance(strategy, Delayed) or (isinstance(strategy, Static) and not one_scale):
+    scales = set(getattr(strategy, "scales", None) or ())
+    if isinstance(strategy, Delayed | Static) and len(scales) != 1:
         raise ValueError(
             f"unitscale.quant.quantize: strategy must give one tensor a scale; got {strategy!r}. "
             "Use Static(scale) or Dynamic(); scales in a QuantState are for contract(..., state=)"
         )
     if isinstance(strategy, Static):
-        return quantize_at(x, dtype, as_scale(strategy.scales[0]))
+        return quantize_at(x, dtype, as_scale(scales.pop()))
     if not needs_scale(dtype):
         return ScaledArray(cast(x, dtype))
     return quantize_dynamic(x, dtype, strategy, tuple({a % x.ndim for a in axes if x.ndim}))
