@@ -1,5 +1,6 @@
 """Losses: ordinary values and unit-scaled gradients, also with a readout in chunks."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -402,6 +403,23 @@ def test_gradients_in_8_bits_are_right_on_average(dtype: str) -> None:
     for reduction in ("mean", "none"):
         wide = found["bfloat16", reduction]
         np.testing.assert_allclose(found[dtype, reduction], wide, rtol=3e-3)
+
+
+def test_gradients_are_dithered_once() -> None:
+    """Rounding to 4 bits before the division by a block's scale would bias the gradient."""
+    x, kernel = normal("once", (256, 32), (32, 64))
+    labels = np.arange(256) % 64
+    block = Block(16, 1, "e4m3fn")
+    wide = MatmulConfig(lhs="bfloat16", rhs="bfloat16", cotangent="bfloat16")
+    narrow = dataclasses.replace(wide, cotangent="e2m1", strategy=block, dither=True)
+
+    def of_kernel(config: MatmulConfig, kernel: jax.Array) -> jax.Array:
+        f = lambda w: ops.readout_cross_entropy(x, w, labels, mult=8.0, config=config)  # noqa: E731
+        return jax.grad(f)(kernel)
+
+    found = compute({c.dither: (functools.partial(of_kernel, c), kernel) for c in (wide, narrow)})
+    one, two = found[False], found[True]
+    np.testing.assert_allclose(np.vdot(two, one) / np.vdot(one, one), 1, atol=0.01)
 
 
 LOWEST = float(np.finfo(np.float32).min)

@@ -106,7 +106,8 @@ def _chunk(
     losses = token_losses(y, rows.labels, norm, how.mult, scale)
 
     def gradients(weight: jax.Array | None) -> tuple[Any, ...]:
-        factor, bits = how.mult * how.factor, _mantissa_bits(how.config)
+        own = how.config is not None and how.config.dither  # then the matmul dithers
+        factor, bits = how.mult * how.factor, None if own else _mantissa_bits(how.config)
         dz = token_gradients(z, rows.labels, norm, rows.where, scale, factor, weight, bits)
         return matmul.gradients(part, multiply_rest(narrow(dz, y.dtype)))
 
