@@ -342,7 +342,7 @@ def test_dithered_cotangents_keep_their_mean() -> None:
         f = lambda w: contract(ones, w, DENSE, config=config)  # noqa: E731
         return jax.vjp(f, jnp.ones((1, 1)))[1](cotangent)[0][0, 0] / 4096
 
-    for dtype, start in ((E4M3, 1.0), (E5M2, 1.0), (E2M1, 1.0), (E2M1, 0.5), (E4M3, 2.0**-8)):
+    for dtype, start in ((E4M3, 1.0), (E5M2, 1.0), ("E2M1", 1.0), ("E2M1", 0.5), (E4M3, 2.0**-8)):
         fmt = format_of(dtype)
         step = max(start * fmt.eps, fmt.smallest_subnormal)
         nearest = dataclasses.replace(wide, cotangent=dtype)
