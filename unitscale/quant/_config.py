@@ -225,10 +225,8 @@ class MatmulConfig:
             fmt = format_of(getattr(self, name))
             object.__setattr__(self, name, fmt.name)
             fits = fmt.signed and not fmt.name.endswith("fnuz")
-            expected = "a signed format that NVIDIA GPUs support, such as float8_e4m3fn"
-            _check(fits, f"MatmulConfig: {name}", expected, fmt.name)
-            fits = fmt.has_nan or isinstance(self.strategy, Block)
-            expected = "a format that has NaN, such as float8_e4m3fn, unless strategy is Block"
+            fits = fits and (fmt.has_nan or isinstance(self.strategy, Block))
+            expected = "a signed format of NVIDIA GPUs (FP4 and FP6 with Block), as float8_e4m3fn"
             _check(fits, f"MatmulConfig: {name}", expected, fmt.name)
             if (fmt.exponent_bits, fmt.mantissa_bits) == (5, 2):
                 e5m2.append(name)

@@ -4,6 +4,7 @@ On GPUs and CPUs XLA multiplies all rows of `jax.lax.ragged_dot` by all matrices
 a loop multiplies one block of rows at a time, each by the matrix of its group.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -64,14 +65,6 @@ class GroupedCore(Core):
         """Quantize as `Core.quantize` does; with channel or block scales, also dequantize."""
         x, seen = super().quantize(*args)
         return (dequantize(x) if self.per_slice else x), seen
-
-    def rotate(self, x: jax.Array, labels: str) -> jax.Array:
-        """Return ``x``: a group of tokens may belong to several matrices."""
-        return x
-
-    def gather(self, rhs: Any) -> Any:
-        """Return ``rhs``: XLA places the matrices of groups."""
-        return rhs
 
     def both_layouts(self, x: Any, which: int) -> tuple[Any, Any]:
         """Return the operand twice: the loops slice blocks of rows, whatever their layout."""
@@ -180,6 +173,8 @@ def grouped(
     lhs = jnp.where(own, lhs, jnp.zeros_like(lhs))
     check_state("grouped", config, state)
     lhs, rhs = warn_if_not_updated((lhs, rhs), state)
+    if config is not None:  # 16 tokens of a Hadamard matrix may belong to several groups
+        config = dataclasses.replace(config, hadamard=False)
     if out_dtype is None:
         out_dtype = result_dtype(lhs, rhs) if config is None else result_dtype(lhs)
     spec, factors = Contraction("rk", "kn", "rn"), tuple(map(float, factors))

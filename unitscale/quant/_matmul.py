@@ -279,14 +279,10 @@ class Core:
             return self.quantize(x, RHS, state, self.spec.grad_lhs)[0]
         if config.wide_weight_gradient:
             return x
-        if config.hadamard:
-            x = self.rotate(x, self.spec.lhs if which == LHS else self.spec.out)
+        if config.hadamard and (summed := self.spec.grad_rhs.summed):
+            labels = self.spec.lhs if which == LHS else self.spec.out
+            x = hadamard(x, labels.index(summed[-1]))
         return self.quantize(x, which, state, self.spec.grad_rhs)[0]
-
-    def rotate(self, x: jax.Array, labels: str) -> jax.Array:
-        """Multiply an operand of the weight gradient by a Hadamard matrix."""
-        summed = self.spec.grad_rhs.summed
-        return hadamard(x, labels.index(summed[-1])) if summed else x
 
     def multiply(
         self, lhs: Any, rhs: Any, groups: Any, spec: Contraction, factor: Any, dtype: Any
@@ -306,7 +302,9 @@ class Core:
 
         It is named "gathered": see `_lowering.named`.
         """
+        # Matrices of groups have a dimension without a label; XLA places them.
         is_weight = not set(self.spec.rhs) & set(self.spec.lhs) & set(self.spec.out)
+        is_weight = is_weight and rhs.ndim == len(self.spec.rhs)
         if fsdp_devices() == 1 or not (is_weight and is_scaled(rhs) and is_float8(rhs.dtype)):
             return rhs
         whole = [()] * rhs.ndim
