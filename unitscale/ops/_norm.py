@@ -47,7 +47,9 @@ def _normalized(how, factors, out_dtype, x, affine, constants):
 
 def _normalized_fwd(how, factors, out_dtype, x, affine, constants):
     x_scale, *scales = constants
-    # XLA computes the statistics once, in the kernel that writes x.
+    # XLA computes the statistics once: of RMS norm in the kernel that writes x. The first entries,
+    # which the others read, would be computed in one more kernel.
+    x = lax.optimization_barrier(x) if how.centered else x
     x, statistics = lax.optimization_barrier((x, _statistics(how, how.split(x), x_scale)))
     y = _apply(how, x, statistics)
     gain, bias = (_broadcast(p, s, y.ndim) for p, s in zip(affine, scales, strict=True))
