@@ -301,7 +301,7 @@ class MultiHeadAttention(nnx.Module):
 
     def _project(self, inputs_q, inputs_k, inputs_v, positions):
         if inputs_q is inputs_k and inputs_k is inputs_v:
-            inputs_q, inputs_k, inputs_v = ops.fan_out(inputs_q, 3)
+            inputs_k, inputs_v, inputs_q = ops.fan_out(inputs_q, 3)
         q, k, v = (
             y.reshape(*y.shape[:-1], y.shape[-1] // self.head_dim, self.head_dim)
             for y in (self.query(inputs_q), self.key(inputs_k), self.value(inputs_v))

@@ -47,7 +47,10 @@ def _normalized(how, factors, out_dtype, x, affine, constants):
 
 def _normalized_fwd(how, factors, out_dtype, x, affine, constants):
     x_scale, *scales = constants
-    statistics = _statistics(how, how.split(x), x_scale)
+    # XLA computes the statistics once: of RMS norm in the kernel that writes x. The first entries,
+    # which the others read, would be computed in one more kernel.
+    x = lax.optimization_barrier(x) if how.centered else x
+    x, statistics = lax.optimization_barrier((x, _statistics(how, how.split(x), x_scale)))
     y = _apply(how, x, statistics)
     gain, bias = (_broadcast(p, s, y.ndim) for p, s in zip(affine, scales, strict=True))
     y = y if gain is None else y * gain
@@ -91,7 +94,7 @@ def _apply(how: _How, x: jax.Array, statistics: tuple[Any, jax.Array]) -> jax.Ar
 
 
 def _statistics(how: _How, x: jax.Array, scale: jax.Array | None) -> tuple[Any, jax.Array]:
-    """Return mean and inverse standard deviation, behind a barrier: XLA computes them once."""
+    """Return mean and inverse standard deviation."""
     mean, wide = None, widen(x)
     if how.groups is not None and scale is not None and scale.ndim:
         scale = scale[..., None]
@@ -107,7 +110,7 @@ def _statistics(how: _How, x: jax.Array, scale: jax.Array | None) -> tuple[Any, 
     else:
         mean = how.mean(wide)
         square = how.mean(jnp.square(wide - mean))
-    return lax.optimization_barrier((mean, _inverse_root(square, how.eps, scale)))
+    return mean, _inverse_root(square, how.eps, scale)
 
 
 def _inverse_root(square: jax.Array, eps: float, scale: jax.Array | None) -> jax.Array:

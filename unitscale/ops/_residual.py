@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import rules
-from ..core import ScaledArray, common_scale, custom_vjp, narrow, result_dtype, scale_bwd, widen
+from ..core import (
+    ScaledArray,
+    common_scale,
+    custom_vjp,
+    materialize,
+    narrow,
+    result_dtype,
+    scale_bwd,
+    widen,
+)
 from ..rules import Constraint
 from ._operands import (
     ArrayLike,
@@ -105,6 +114,8 @@ def residual_split(x: ArrayLike, tau: Tau) -> tuple[ScaledArray, ScaledArray]:
     whole = ScaledArray(*unpack("residual_split", "x", x))
     factors = _factors(tau)
     branch, skip = fan_out(whole, 2) if whole.dtype.itemsize == 1 else (whole, whole)
+    if skip.dtype.itemsize == 2:  # every later layer reads it: make XLA store it in 16 bits
+        skip = skip.map_data(materialize)
     return _multiply_gradient(branch, factors.branch), _multiply_gradient(skip, factors.skip)
 
 

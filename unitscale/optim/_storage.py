@@ -392,7 +392,7 @@ def _thin(x: Any, axes: Sequence[int], entries: int) -> Any:
 def round_finite(x: jax.Array, dtype: Any, key: Any = None) -> jax.Array:
     """Round float32 and saturate; infinity becomes NaN (a `cast` that saturates keeps it)."""
     largest = x.dtype.type(format_of(dtype).max)
-    return _round(lax.clamp(-largest, x + 0 * x, largest), dtype, key)
+    return _round(lax.clamp(-largest, x + (x - x), largest), dtype, key)
 
 
 def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
