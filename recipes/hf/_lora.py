@@ -64,6 +64,21 @@ class NarrowLinear(nnx.Module):
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
 
+class NarrowEmbed(nnx.Module):
+    """An embedding table in E4M3, with a scale per token; also a tied readout."""
+
+    def __init__(self, layer: nnx.Embed):
+        wide = jnp.asarray(layer.embedding.get_value(), jnp.float32)
+        self.dtype = layer.dtype
+        self.embedding = Frozen(quantize(wide, "float8_e4m3fn", Dynamic("channel"), axis=1))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return self.embedding.get_value()[ids].value.astype(self.dtype)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        return _widened_matmul(x.astype(self.dtype), self.embedding.get_value().T)
+
+
 @jax.checkpoint  # cast the kernel again in the backward pass instead of keeping a wide copy
 def _widened_matmul(x: jax.Array, kernel: ScaledArray) -> jax.Array:
     return x @ kernel.value.astype(x.dtype)
@@ -97,6 +112,10 @@ def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int 
     linear layers the dtype `frozen`, if given), vectors float32.
     """
     updated = updated_tensors(model.config, lora)
+    if frozen is not None:
+        model.embed = NarrowEmbed(model.embed)
+        if model.readout is not None:
+            model.readout = NarrowLinear(model.readout, "float8_e4m3fn")
     for layer in model.layers if frozen is not None else ():
         for part in (layer.attention, layer.mlp):
             for name, child in list(vars(part).items()):
