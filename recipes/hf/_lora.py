@@ -73,7 +73,8 @@ class NarrowEmbed(nnx.Module):
         self.embedding = Frozen(quantize(wide, "float8_e4m3fn", Dynamic("channel"), axis=1))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        return self.embedding.get_value()[ids].value.astype(self.dtype)
+        rows = jax.tree.map(lambda x: x[ids], self.embedding.get_value())
+        return rows.value.astype(self.dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:
         return _widened_matmul(x.astype(self.dtype), self.embedding.get_value().T)
@@ -234,7 +235,7 @@ def merge_adapter(model: GPT, folder: str | Path) -> None:
         for path, piece in _linears(model.config)[name].split(scale * (a @ b)).items():
             kernel = _layer(model, path).kernel
             value = kernel.get_value()
-            kernel.set_value((value.astype(jnp.float32) + piece).astype(value.dtype))
+            kernel.set_value((jnp.asarray(value, jnp.float32) + piece).astype(value.dtype))
 
 
 def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:

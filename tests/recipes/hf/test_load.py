@@ -289,7 +289,7 @@ MISTAKES: list[tuple[str, Change, str]] = [
     ("gpt2", config(architectures=["GPT2ForTokens"]), r"GPT2LMHeadModel, .*and 'GPT2ForTokens'"),
     ("bert-mlm", config(architectures=None), "task .*got None and None"),
     ("gpt2", gone(WEIGHTS), r"expected model\.safetensors; got no such file"),
-    ("gpt2", in_float8, "F32, F16 and BF16; got .*float8_e4m3fnuz"),
+    ("gpt2", in_float8, "F32, F16 and BF16; got .*F8_E4M3FNUZ"),
     ("bert-qa", text(INDEX, "{}"), r"index\.json: expected weight_map.*; got None"),
     ("bert-qa", text(INDEX, '{"weight_map": {"x": "../w"}}'), r"in this folder; got '\.\./w'"),
     ("qwen3", without("model.layers.1.self_attn.q_norm.weight"), r"q_norm\.weight missing"),
