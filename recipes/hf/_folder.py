@@ -28,14 +28,10 @@ _TEXTS = (
 )
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
 FLOAT8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
-_DTYPES = {  # by their names in safetensors
-    **{"F32": FLOATS[0], "F16": FLOATS[1], "BF16": FLOATS[2], "F64": np.dtype(np.float64)},
-    **{"F8_E4M3": FLOAT8[0], "F8_E5M2": FLOAT8[1], "BOOL": np.dtype(np.bool_)},
-    **{
-        f"{kind}{8 * size}": np.dtype(f"{kind.lower()}{size}")
-        for kind in "IU"
-        for size in (1, 2, 4, 8)
-    },
+_DTYPES = {  # NumPy's names
+    **{"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8", "F16": "f2"},
+    **{"F32": "f4", "F64": "f8", "BF16": "bfloat16"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
 }
 
 
@@ -45,12 +41,7 @@ class Tensor:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[], np.ndarray]
-    """Return the array, which may be a read-only view of a file."""
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
+    read: Callable[[], np.ndarray]  # returns an array, or a read-only view of a file
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(self.read(), dtype, order="C")
@@ -122,7 +113,7 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, Tensor]]:
             raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         begin = 8 + int.from_bytes(raw[:8], "little")
         header = json.loads(raw[8:begin])
-        dtypes = {name: _DTYPES[header[name]["dtype"]] for name in names}
+        dtypes = {name: np.dtype(_DTYPES[header[name]["dtype"]]) for name in names}
     except (OSError, SafetensorError, KeyError) as error:
         what = f"{path}: expected a safetensors file of types such as F32, F16 and BF16"
         raise RecipeError(f"{what}; got {error}; copy it again, or convert it") from error

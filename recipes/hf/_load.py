@@ -230,22 +230,14 @@ def _fill(
             if path not in filled:
                 filled[path] = name
                 shape, dtype = variables[path].get_value().shape, param_dtype or array.dtype
-                piece = Tensor(shape, dtype, partial(_piece, entry, array, path))
+                piece = Tensor(shape, dtype, lambda e=entry, x=array, p=path: e.unpack(x.read())[p])
                 value = narrow[name]().T if is_narrow else piece
                 variables[path].set_value(value if lazy or is_narrow else jnp.asarray(value, dtype))
-            elif not _same_bytes(source.tensors[filled[path]].read(), array.read()):
+            elif source.tensors[filled[path]].read().tobytes() != array.read().tobytes():
                 raise RecipeError(
                     f"{source.path}: {filled[path]} and {name} are tied but differ; set "
                     f"tie_word_embeddings false in {CONFIG} if they are not tied"
                 )
-
-
-def _piece(entry: Place, tensor: Tensor, path: str) -> np.ndarray:
-    return entry.unpack(tensor.read())[path]
-
-
-def _same_bytes(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 def _with_new_head(pretrained: Pretrained) -> Folder:

@@ -126,7 +126,7 @@ def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int 
         for name, variable in list(vars(module).items()):
             if isinstance(variable, nnx.Param):
                 value = variable.get_value()
-                dtype = model.dtype if value.ndim > 1 else jnp.float32
+                dtype = model.dtype if len(value.shape) > 1 else jnp.float32
                 setattr(module, name, Frozen(jnp.asarray(value, dtype)))
     rngs = nnx.Rngs(seed)
     for tensor in updated.values():

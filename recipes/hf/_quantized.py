@@ -54,13 +54,10 @@ def dequantize(folder: Folder) -> Folder:
             )
         weight, scale = kept[name], kept.pop(scales[0])
         narrow[name] = partial(_scaled, folder.path, name, weight, scale, scheme)
-        kept[name] = Tensor(weight.shape, dtype, partial(_value, narrow[name], dtype))
+        read = lambda make=narrow[name]: np.asarray(make().value).astype(dtype)  # noqa: E731
+        kept[name] = Tensor(weight.shape, dtype, read)
     config = {key: value for key, value in folder.config.items() if key != KEY}
     return replace(_with_tensors(folder, config, kept), narrow=narrow)
-
-
-def _value(make: Callable[[], ScaledArray], dtype: Any) -> np.ndarray:
-    return np.asarray(make().value).astype(dtype)
 
 
 def _scaled(
@@ -96,15 +93,14 @@ def quantized(folder: Folder, names: list[str], scheme: Scheme) -> Folder:
         scale = found.scale.astype(jnp.float32)
         return found.data, scale.reshape(1) if scheme == "tensor" else scale
 
-    def part(weight: Tensor, index: int) -> np.ndarray:
-        return np.asarray(parts(weight)[index])
-
     written = dict(folder.tensors)
     for name in names:
         weight = written[name]
         shapes = jax.eval_shape(parts, jax.ShapeDtypeStruct(weight.shape, jnp.float32))
-        stored = [Tensor(x.shape, x.dtype, partial(part, weight, i)) for i, x in enumerate(shapes)]
-        written[name], written[f"{name.removesuffix('weight')}{_SCALES[not block]}"] = stored
+        names_of = name, f"{name.removesuffix('weight')}{_SCALES[not block]}"
+        for index, (key, x) in enumerate(zip(names_of, shapes, strict=True)):
+            read = lambda w=weight, i=index: np.asarray(parts(w)[i])  # noqa: E731
+            written[key] = Tensor(x.shape, x.dtype, read)
     eight: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
     if block:
         method: dict[str, Any] = {
