@@ -25,6 +25,7 @@ from ._folder import json_bytes, read_config, read_tensors, write_tensors
 from ._names import Table, full_name, table_of
 from .plain import GPT
 
+FLOAT4 = "float4_e2m1fn"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LINEARS = (
     *(f"attention.{name}" for name in ("query", "key", "value", "out")),
@@ -48,7 +49,7 @@ class NarrowLinear(nnx.Module):
         kernel, scale = layer.kernel.get_value(), None
         if not (is_scaled(kernel) and kernel.dtype == dtype):
             wide = jnp.asarray(to_array(kernel), jnp.float32)
-            if dtype == "float4_e2m1fn":
+            if dtype == FLOAT4:
                 unit = as_scaled(wide)
                 scale = Frozen(unit.scale)
                 kernel = quantize(unit.data, dtype, Block(16, scale_format="e4m3fn"), axis=0)
@@ -113,7 +114,7 @@ def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int 
     linear layers the dtype `frozen`, if given), vectors float32.
     """
     updated = updated_tensors(model.config, lora)
-    if frozen is not None:
+    if frozen == FLOAT4:
         model.embed = NarrowEmbed(model.embed)
         if model.readout is not None:
             model.readout = NarrowLinear(model.readout, "float8_e4m3fn")
