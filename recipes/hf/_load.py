@@ -110,7 +110,8 @@ def load(
     def is_drawn(path: Any, value: Any) -> bool:  # `_fill` sets all other parameters
         return not isinstance(value, nnx.Param) or ".".join(map(str, path)) in new
 
-    model: Any = nnx.merge(graphdef, params, jax.jit(lambda: nnx.state(make(), is_drawn))())
+    others = nnx.filter_state(params, nnx.Not(is_drawn))
+    model: Any = nnx.merge(graphdef, others, jax.jit(lambda: nnx.state(make(), is_drawn))())
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
         raise RecipeError(
             f"{source.path}: expected the classes of the folder's own head; got {classes}; give a "
