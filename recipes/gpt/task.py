@@ -120,8 +120,8 @@ def _plain(config: GPTConfig, shape: GPTModelConfig) -> Any:
             dropout=shape.dropout,
             param_dtype=jnp.float32 if config.lora is None else None,
             remat=shape.remat,
-            on_host=config.lora is not None,
-            keep_fp8=config.lora is not None and precision.frozen is not None,
+            lazy=config.lora is not None,
+            keep_fp8=config.lora is not None and str(precision.frozen).startswith("float8"),
             seed=config.seed,
             **options,
         ).model
@@ -173,5 +173,5 @@ def closing(config: GPTConfig, data: Corpus, model: Any, folder: Path) -> Iterat
         save_adapter(model, config.lora, folder / "adapter", pretrained)
         yield f"the adapter (PEFT format) is in {folder / 'adapter'}"
     else:
-        save(load(pretrained, "lm"), folder / "pretrained", nnx.state(model, nnx.Param))
+        save(load(pretrained, "lm", lazy=True), folder / "pretrained", nnx.state(model, nnx.Param))
         yield f"the tuned model (Hugging Face format) is in {folder / 'pretrained'}"

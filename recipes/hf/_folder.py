@@ -2,15 +2,18 @@
 
 import importlib
 import json
+import math
+import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp  # registers bfloat16 with NumPy
 import numpy as np
-from safetensors import SafetensorError, deserialize, numpy as safetensors, safe_open
+from safetensors import SafetensorError, numpy as safetensors, safe_open
 
 from unitscale import ScaledArray
 
@@ -24,8 +27,24 @@ _TEXTS = (
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
 )
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float32, np.float16, jnp.bfloat16))
-_FLOAT8 = {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "F8_E5M2": np.dtype(jnp.float8_e5m2)}
-FLOAT8 = tuple(_FLOAT8.values())
+FLOAT8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
+_DTYPES = {  # NumPy's names
+    **{"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8", "F16": "f2"},
+    **{"F32": "f4", "F64": "f8", "BF16": "bfloat16"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor that is read, and converted, each time it is used."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]  # returns an array, or a read-only view of a file
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(self.read(), dtype, order="C")
 
 
 @dataclass(frozen=True)
@@ -36,9 +55,10 @@ class Folder:
     config: dict[str, Any]
     texts: dict[str, bytes]  # small files
     files: dict[str, tuple[dict[str, str] | None, list[str]]]  # metadata and names of tensors
-    tensors: dict[str, np.ndarray]
+    tensors: dict[str, Tensor]
     ends: tuple[int, ...]  # token ids that end a text
-    narrow: dict[str, ScaledArray] = field(default_factory=dict)  # weights (out, in) in FP8
+    # Functions that read weights (out, in) in FP8.
+    narrow: dict[str, Callable[[], ScaledArray]] = field(default_factory=dict)
 
 
 def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model") -> dict[str, Any]:
@@ -52,10 +72,10 @@ def read_config(path: Path, name: str = CONFIG, what: str = "Hugging Face model"
 
 
 def read_folder(path: Path) -> Folder:
-    """Read a whole folder."""
+    """Read the small files of a folder; tensors are read when they are used."""
     config, shards = read_config(path), _shards(path)
     files: dict[str, Any] = {}
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, Tensor] = {}
     for name in shards or [SINGLE]:
         metadata, found = read_tensors(path / name)
         files[name] = metadata, list(found)
@@ -69,37 +89,42 @@ def read_folder(path: Path) -> Folder:
     return Folder(path, config, texts, files, tensors, whole)
 
 
-def write_folder(path: Path, folder: Folder, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write the files of a folder, with new values for its tensors."""
+def write_folder(path: Path, folder: Folder) -> None:
+    """Write the files of a folder, which needs memory for the tensors of one file."""
     with refused(f"cannot write {path}", "give a folder that can be written"):
         path.mkdir(parents=True, exist_ok=True)
         for name, (metadata, names) in folder.files.items():
-            write_tensors(path / name, {name: tensors[name] for name in names}, metadata)
+            write_tensors(path / name, {name: folder.tensors[name] for name in names}, metadata)
         for name, content in folder.texts.items():
             (path / name).write_bytes(content)
 
 
-def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, np.ndarray]]:
-    """Read the metadata and the tensors of a safetensors file."""
+def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, Tensor]]:
+    """Read the metadata of a safetensors file, and map its tensors to memory."""
     if not path.is_file():
         raise RecipeError(
             f"{path.parent}: expected {path.name}; got no such file; copy the whole folder, or "
             "convert pickled weights with save_pretrained of transformers or peft"
         )
     try:
-        with safe_open(path, "np") as file:
-            metadata, names = file.metadata(), sorted(file.keys())
-            narrow = {name for name in names if file.get_slice(name).get_dtype() in _FLOAT8}
-            found = {name: file.get_tensor(name) for name in names if name not in narrow}
-        if narrow:  # the library reads them as bytes only
-            for name, raw in deserialize(path.read_bytes()):
-                if name in narrow:
-                    array = np.frombuffer(raw["data"], _FLOAT8[raw["dtype"]])
-                    found[name] = array.reshape(raw["shape"])
-        return metadata, dict(sorted(found.items()))
-    except (OSError, SafetensorError, AttributeError, TypeError) as error:
+        with safe_open(path, "np") as checked:
+            metadata, names = checked.metadata(), sorted(checked.keys())
+        with path.open("rb") as file:
+            raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        begin = 8 + int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8:begin])
+        dtypes = {name: np.dtype(_DTYPES[header[name]["dtype"]]) for name in names}
+    except (OSError, SafetensorError, KeyError) as error:
         what = f"{path}: expected a safetensors file of types such as F32, F16 and BF16"
         raise RecipeError(f"{what}; got {error}; copy it again, or convert it") from error
+
+    def read(name: str) -> np.ndarray:
+        raw.madvise(mmap.MADV_DONTNEED)  # tensors read before leave the resident memory
+        shape, start = header[name]["shape"], begin + header[name]["data_offsets"][0]
+        return np.frombuffer(raw, dtypes[name], math.prod(shape), start).reshape(shape)
+
+    found = ((name, tuple(header[name]["shape"]), dtypes[name]) for name in names)
+    return metadata, {name: Tensor(*facts, partial(read, name)) for name, *facts in found}
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:
@@ -107,9 +132,7 @@ def json_bytes(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def write_tensors(
-    path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None
-) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None) -> None:
     """Write a safetensors file; an old one is replaced only when the new one is complete."""
     partial = path.with_name(f"{path.name}.partial")
     whole = {name: np.asarray(array, order="C") for name, array in tensors.items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,19 @@ from ..config import GPTModelConfig, PrecisionConfig
 from ..errors import RecipeError
 from ._bert import Bert
 from ._config import ARCHITECTURES, EncoderConfig, Task, shape_in, task_of
-from ._folder import CONFIG, FLOATS, INDEX, SINGLE, Folder, json_bytes, read_folder, write_folder
+from ._folder import (
+    CONFIG,
+    FLOATS,
+    INDEX,
+    SINGLE,
+    Folder,
+    Tensor,
+    json_bytes,
+    read_folder,
+    write_folder,
+)
 from ._lora import merge_adapter
-from ._names import Table, full_name, head_part, is_unused, table_of
+from ._names import Place, Table, full_name, head_part, is_unused, table_of
 from ._quantized import Scheme, dequantize, quantized
 from .plain import GPT
 
@@ -52,7 +63,7 @@ def load(
     precision: PrecisionConfig | None = None,
     remat: str | None = None,
     adapter: str | Path | None = None,
-    on_host: bool = False,
+    lazy: bool = False,
     keep_fp8: bool = False,
     seed: int = 0,
 ) -> Pretrained:
@@ -69,7 +80,7 @@ def load(
       precision: Its `matmuls` decides whether linear layers use FP8 under `unitscale.scalify`.
       remat: `model.remat` of a decoder.
       adapter: Folder of a LoRA adapter, in PEFT's format, to add to a decoder's weights.
-      on_host: Keep parameters as NumPy arrays in host memory, for `adapt`.
+      lazy: Leave the parameters in the files, for `adapt`, which reads one after another.
       keep_fp8: Keep the FP8 weights of a quantized folder as ScaledArrays, for `adapt`; otherwise
         they are dequantized.
       seed: Seed of a new head and of dropout.
@@ -91,21 +102,23 @@ def load(
         options["rngs"] = nnx.Rngs(params=seed, dropout=seed)
         return GPT(config, **options) if task == "lm" else Bert(config, task, **options)
 
-    if on_host:  # `_fill` sets the parameters: initialize only the other state
-        graphdef, params, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
-        rest = jax.jit(lambda: nnx.state(make(), nnx.Not(nnx.Param)))()
-        model: Any = nnx.merge(graphdef, params, rest)
-    else:
-        model = make()
-    table = table_of(kind, task, values_by_path(nnx.state(model, nnx.Param)).keys())
+    graphdef, params, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    table = table_of(kind, task, values_by_path(params).keys())
     drawn = _missing(table, kind, source, task, new_head)
+    new = {path for name in drawn for path in table[name].paths}
+
+    def is_drawn(path: Any, value: Any) -> bool:  # `_fill` sets all other parameters
+        return not isinstance(value, nnx.Param) or ".".join(map(str, path)) in new
+
+    others = nnx.filter_state(params, nnx.Not(is_drawn))
+    model: Any = nnx.merge(graphdef, others, jax.jit(lambda: nnx.state(make(), is_drawn))())
     if classes is not None and not drawn and getattr(config, "classes", None) != classes:
         raise RecipeError(
             f"{source.path}: expected the classes of the folder's own head; got {classes}; give a "
             "folder without a head for this task"
         )
     narrow = source.narrow if keep_fp8 else {}
-    _fill(model, table, source, param_dtype, np if on_host else jnp, narrow)
+    _fill(model, table, source, param_dtype, lazy, narrow)
     if adapter is not None:
         merge_adapter(model, adapter)
     return Pretrained(model, config, task, drawn, source, table)
@@ -135,27 +148,30 @@ def save(
     if labels and tuple(labels) != getattr(pretrained.config, "labels", ()):
         source = _with_config(source, labels)
     values = values_by_path(pretrained.params if params is None else params)
-    tensors, linear, kind = {}, [], source.config["model_type"]
-    for name, old in source.tensors.items():
-        entry = pretrained.table.get(full_name(name, kind))
-        if entry is None:
-            tensors[name] = old
-            continue
-        linear += [name] if entry.is_linear else []
+    tensors, linear, kind = dict(source.tensors), [], source.config["model_type"]
+
+    def packed(name: str, entry: Place, old: Tensor) -> np.ndarray:
         parts = {path: np.asarray(to_array(values[path])) for path in entry.paths}
-        tensors[name] = entry.pack(parts).astype(old.dtype)
-        if not np.isfinite(tensors[name]).all() and np.isfinite(old).all():
+        array = entry.pack(parts).astype(old.dtype)
+        if not np.isfinite(array).all() and np.isfinite(old).all():
             raise RecipeError(
                 f"{name} has values that are not finite in {old.dtype}, the dtype of its file; "
                 "save an earlier state, or start from files of a wider dtype"
             )
+        return array
+
+    for name, old in source.tensors.items():
+        if (entry := pretrained.table.get(full_name(name, kind))) is not None:
+            linear += [name] if entry.is_linear else []
+            tensors[name] = replace(old, read=partial(packed, name, entry, old))
+            tensors[name].read()  # raise its error before the first file is written
+    source = replace(source, tensors=tensors)
     if fp8 is not None:
         if pretrained.task != "lm" or not linear:
             what = f"expected a decoder of the Llama family for FP8; got model_type {kind}"
             raise RecipeError(f"{source.path}: {what}")
-        source = quantized(source, tensors, linear, fp8)
-        tensors = source.tensors
-    write_folder(Path(folder), source, tensors)
+        source = quantized(source, linear, fp8)
+    write_folder(Path(folder), source)
 
 
 def values_by_path(state: Any) -> dict[str, Any]:
@@ -191,11 +207,11 @@ def _list(names: list[str]) -> str:
 
 
 def _fill(
-    model: nnx.Module, table: Table, source: Folder, param_dtype: Any, library: Any, narrow: Any
+    model: nnx.Module, table: Table, source: Folder, param_dtype: Any, lazy: bool, narrow: Any
 ) -> None:
-    """Set a model's parameters from tensors, as arrays of `library` (NumPy or jax.numpy).
+    """Set a model's parameters one after another, as arrays of JAX or, if `lazy`, as tensors.
 
-    The kernels of linear layers in `narrow`, which are ScaledArrays by name, stay in FP8.
+    The kernels of linear layers in `narrow`, which makes ScaledArrays by name, stay in FP8.
     """
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     variables: Any = {".".join(map(str, path)): variable for path, variable in state}
@@ -204,24 +220,25 @@ def _fill(
         entry = table.get(full_name(name, source.config["model_type"]))
         if entry is None:
             continue
-        shapes = {path: np.empty(variables[path].get_value().shape) for path in entry.paths}
-        if array.shape != (wanted := entry.pack(shapes).shape) or array.dtype not in FLOATS:
+        wanted = entry.shape_of([variables[path].get_value().shape for path in entry.paths])
+        if array.shape != wanted or array.dtype not in FLOATS:
             raise RecipeError(
                 f"{source.path}: {name} must be {list(wanted)} of float32, float16 or bfloat16; "
                 f"got {list(array.shape)} of {array.dtype}; give the {CONFIG} of these weights"
             )
-        for path, piece in entry.unpack(array).items():
+        is_narrow = entry.is_linear and name in narrow
+        for path in entry.paths:
             if path not in filled:
                 filled[path] = name
-                value = np.ascontiguousarray(piece)
-                variables[path].set_value(library.asarray(value, param_dtype or value.dtype))
-            elif source.tensors[filled[path]].tobytes() != array.tobytes():
+                shape, dtype = variables[path].get_value().shape, param_dtype or array.dtype
+                piece = Tensor(shape, dtype, lambda e=entry, x=array, p=path: e.unpack(x.read())[p])
+                value = narrow[name]().T if is_narrow else piece
+                variables[path].set_value(value if lazy or is_narrow else jnp.asarray(value, dtype))
+            elif source.tensors[filled[path]].read().tobytes() != array.read().tobytes():
                 raise RecipeError(
                     f"{source.path}: {filled[path]} and {name} are tied but differ; set "
                     f"tie_word_embeddings false in {CONFIG} if they are not tied"
                 )
-        if entry.is_linear and name in narrow:
-            variables[entry.paths[0]].set_value(narrow[name].T)
 
 
 def _with_new_head(pretrained: Pretrained) -> Folder:
@@ -231,7 +248,9 @@ def _with_new_head(pretrained: Pretrained) -> Folder:
     full = {full_name(name, kind): array for name, array in source.tensors.items()}
     tensors = {name: array for name, array in full.items() if name in table}
     dtype, values = next(iter(tensors.values())).dtype, values_by_path(pretrained.params)
-    tensors |= {name: np.asarray(table[name].pack(values), dtype) for name in pretrained.drawn}
+    for name in pretrained.drawn:
+        array = np.asarray(table[name].pack(values), dtype)
+        tensors[name] = Tensor(array.shape, array.dtype, partial(np.asarray, array))
     config: Any = pretrained.config
     count = config.classes if pretrained.task == "classification" else 0
     labels = [f"LABEL_{index}" for index in range(count)]

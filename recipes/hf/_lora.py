@@ -25,6 +25,7 @@ from ._folder import json_bytes, read_config, read_tensors, write_tensors
 from ._names import Table, full_name, table_of
 from .plain import GPT
 
+FLOAT4 = "float4_e2m1fn"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LINEARS = (
     *(f"attention.{name}" for name in ("query", "key", "value", "out")),
@@ -48,7 +49,7 @@ class NarrowLinear(nnx.Module):
         kernel, scale = layer.kernel.get_value(), None
         if not (is_scaled(kernel) and kernel.dtype == dtype):
             wide = jnp.asarray(to_array(kernel), jnp.float32)
-            if dtype == "float4_e2m1fn":
+            if dtype == FLOAT4:
                 unit = as_scaled(wide)
                 scale = Frozen(unit.scale)
                 kernel = quantize(unit.data, dtype, Block(16, scale_format="e4m3fn"), axis=0)
@@ -62,6 +63,22 @@ class NarrowLinear(nnx.Module):
         if self.scale is not None:
             y = y * self.scale.get_value().astype(y.dtype)
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
+
+
+class NarrowEmbed(nnx.Module):
+    """An embedding table in E4M3, with a scale per token; also a tied readout."""
+
+    def __init__(self, layer: nnx.Embed):
+        wide = jnp.asarray(layer.embedding.get_value(), jnp.float32)
+        self.dtype = layer.dtype
+        self.embedding = Frozen(quantize(wide, "float8_e4m3fn", Dynamic("channel"), axis=1))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        rows = jax.tree.map(lambda x: x[ids], self.embedding.get_value())
+        return rows.value.astype(self.dtype)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        return _widened_matmul(x.astype(self.dtype), self.embedding.get_value().T)
 
 
 @jax.checkpoint  # cast the kernel again in the backward pass instead of keeping a wide copy
@@ -97,6 +114,10 @@ def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int 
     linear layers the dtype `frozen`, if given), vectors float32.
     """
     updated = updated_tensors(model.config, lora)
+    if frozen == FLOAT4:
+        model.embed = NarrowEmbed(model.embed)
+        if model.readout is not None:
+            model.readout = NarrowLinear(model.readout, "float8_e4m3fn")
     for layer in model.layers if frozen is not None else ():
         for part in (layer.attention, layer.mlp):
             for name, child in list(vars(part).items()):
@@ -106,7 +127,7 @@ def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int 
         for name, variable in list(vars(module).items()):
             if isinstance(variable, nnx.Param):
                 value = variable.get_value()
-                dtype = model.dtype if value.ndim > 1 else jnp.float32
+                dtype = model.dtype if len(value.shape) > 1 else jnp.float32
                 setattr(module, name, Frozen(jnp.asarray(value, dtype)))
     rngs = nnx.Rngs(seed)
     for tensor in updated.values():
@@ -215,7 +236,7 @@ def merge_adapter(model: GPT, folder: str | Path) -> None:
         for path, piece in _linears(model.config)[name].split(scale * (a @ b)).items():
             kernel = _layer(model, path).kernel
             value = kernel.get_value()
-            kernel.set_value((value.astype(jnp.float32) + piece).astype(value.dtype))
+            kernel.set_value((jnp.asarray(value, jnp.float32) + piece).astype(value.dtype))
 
 
 def start_from(model: GPT, lora: LoraConfig, folder: str | Path) -> None:

@@ -1,7 +1,7 @@
 """Which parameters each tensor of Hugging Face files contains."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from ._config import Task
 
 
-class Tensor(NamedTuple):
+class Place(NamedTuple):
     """Dotted paths of the parameters that a tensor of a file holds, joined on its last axis.
 
     `tied` tensors may be missing from files; `head` is True for tensors of a task's head.
@@ -26,6 +26,11 @@ class Tensor(NamedTuple):
         path, *others = self.paths
         return self.transposed and not others and not self.head and path.endswith("kernel")
 
+    def shape_of(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the tensor's shape, given those of its parameters."""
+        joined = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+        return joined[::-1] if self.transposed else joined
+
     def pack(self, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
         """Make the tensor from parameters."""
         joined = np.concatenate([parameters[path] for path in self.paths], axis=-1)
@@ -40,7 +45,7 @@ class Tensor(NamedTuple):
         return dict(zip(self.paths, np.split(array, len(self.paths), axis=-1), strict=True))
 
 
-Table = dict[str, Tensor]
+Table = dict[str, Place]
 Modules = dict[str, str]
 
 # Modules in files, and ours. "#" is the number of a layer; {a,b} are modules in one tensor.
@@ -159,7 +164,7 @@ def table_of(kind: str, task: Task, parameters: Collection[str]) -> Table:
                 if paths := _paths(modules, part, parameters):
                     transposed = paths[0].endswith("kernel") and (kind != "gpt2" or theirs in head)
                     tied = paths[0] in held
-                    table[f"{name}.{part}"] = Tensor(paths, transposed, tied, theirs in head)
+                    table[f"{name}.{part}"] = Place(paths, transposed, tied, theirs in head)
                     held.update(paths)
     return table
 

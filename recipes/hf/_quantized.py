@@ -5,11 +5,14 @@ weight * scale. Folders with `quant_method` "fp8" (DeepSeek, Qwen) name the scal
 `weight_scale_inv`, and those of compressed-tensors `weight_scale`.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,7 +20,7 @@ from unitscale import ScaledArray
 from unitscale.quant import Block, Dynamic, quantize
 
 from ..errors import RecipeError
-from ._folder import CONFIG, FLOAT8, INDEX, Folder, json_bytes
+from ._folder import CONFIG, FLOAT8, INDEX, Folder, Tensor, json_bytes
 
 Scheme = Literal["tensor", "channel", "block"]
 KEY = "quantization_config"
@@ -39,7 +42,7 @@ def dequantize(folder: Folder) -> Folder:
         )
     wanted = str(folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16")
     dtype = jnp.dtype(wanted.removeprefix("torch."))
-    narrow: dict[str, ScaledArray] = {}
+    narrow: dict[str, Callable[[], ScaledArray]] = {}
     given = folder.tensors.items()
     kept = {name: array for name, array in given if name.rpartition(".")[2] not in _IGNORED}
     for name in [name for name, array in kept.items() if array.dtype in FLOAT8]:
@@ -49,17 +52,19 @@ def dequantize(folder: Folder) -> Folder:
                 f"{folder.path}: expected one scale for the FP8 tensor {name}, "
                 f"{' or '.join(_SCALES)}; got {len(scales)}; copy the whole folder"
             )
-        narrow[name] = _scaled(folder.path, name, kept[name], kept.pop(scales[0]), scheme)
-        kept[name] = np.asarray(narrow[name].value).astype(dtype)
+        weight, scale = kept[name], kept.pop(scales[0])
+        narrow[name] = partial(_scaled, folder.path, name, weight, scale, scheme)
+        read = lambda make=narrow[name]: np.asarray(make().value).astype(dtype)  # noqa: E731
+        kept[name] = Tensor(weight.shape, dtype, read)
     config = {key: value for key, value in folder.config.items() if key != KEY}
     return replace(_with_tensors(folder, config, kept), narrow=narrow)
 
 
 def _scaled(
-    path: Path, name: str, weight: np.ndarray, scale: np.ndarray, scheme: Mapping[str, Any]
+    path: Path, name: str, weight: Tensor, stored: Tensor, scheme: Mapping[str, Any]
 ) -> ScaledArray:
     """Return an FP8 weight as a ScaledArray, with a scale per tensor, per output or per block."""
-    scale = np.asarray(scale, np.float32)
+    scale = np.asarray(stored, np.float32)
     outputs, inputs = weight.shape
     per_output = scale.shape in ((outputs,), (outputs, 1))
     if scale.size == 1 or per_output:
@@ -78,20 +83,24 @@ def _scaled(
     )
 
 
-def quantized(
-    folder: Folder, tensors: Mapping[str, np.ndarray], names: list[str], scheme: Scheme
-) -> Folder:
+def quantized(folder: Folder, names: list[str], scheme: Scheme) -> Folder:
     """Return a folder with the named weights in E4M3, with power-of-two scales."""
     block = scheme == "block"
     strategy = Block(_SIZE, dims=2) if block else Dynamic(scheme)
-    written = dict(tensors)
+
+    def parts(weight: Any) -> tuple[jax.Array, jax.Array]:
+        found = quantize(jnp.asarray(weight, jnp.float32), "float8_e4m3fn", strategy)
+        scale = found.scale.astype(jnp.float32)
+        return found.data, scale.reshape(1) if scheme == "tensor" else scale
+
+    written = dict(folder.tensors)
     for name in names:
-        found = quantize(jnp.asarray(tensors[name], jnp.float32), "float8_e4m3fn", strategy)
-        scale = np.asarray(found.scale, np.float32)
-        written[name] = np.asarray(found.data)
-        written[f"{name.removesuffix('weight')}{_SCALES[not block]}"] = (
-            scale.reshape(1) if scheme == "tensor" else scale
-        )
+        weight = written[name]
+        shapes = jax.eval_shape(parts, jax.ShapeDtypeStruct(weight.shape, jnp.float32))
+        names_of = name, f"{name.removesuffix('weight')}{_SCALES[not block]}"
+        for index, (key, x) in enumerate(zip(names_of, shapes, strict=True)):
+            read = lambda w=weight, i=index: np.asarray(parts(w)[i])  # noqa: E731
+            written[key] = Tensor(x.shape, x.dtype, read)
     eight: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
     if block:
         method: dict[str, Any] = {
@@ -118,7 +127,7 @@ def quantized(
     return _with_tensors(folder, folder.config | {KEY: method}, written)
 
 
-def _with_tensors(folder: Folder, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Folder:
+def _with_tensors(folder: Folder, config: dict[str, Any], tensors: dict[str, Tensor]) -> Folder:
     """Return a folder with another config and tensors: a scale is in the file of its weight."""
     home = {name: file for file, (_, names) in folder.files.items() for name in names}
 
@@ -131,7 +140,7 @@ def _with_tensors(folder: Folder, config: dict[str, Any], tensors: dict[str, np.
     }
     texts = folder.texts | {CONFIG: json_bytes(config)}
     if INDEX in texts:
-        size = sum(array.nbytes for array in tensors.values())
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in tensors.values())
         places = {name: file_of(name) for name in sorted(tensors)}
         texts[INDEX] = json_bytes({"metadata": {"total_size": size}, "weight_map": places})
     return replace(folder, config=config, texts=texts, files=files, tensors=tensors)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from unitscale import ops, transforms
+from unitscale import ops, to_array, transforms
 from unitscale.core import shard_activations
 
 from ..config import GPTModelConfig, PrecisionConfig, RopeConfig
@@ -25,6 +25,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": jax.nn.gelu,
 }
+MOST_LOGITS = 2**24  # in a block of `frozen_cross_entropy`
 
 
 def attend(
@@ -277,6 +278,46 @@ class Layer(nnx.Module):
         return x + self.dropout(branch, deterministic=deterministic), past
 
 
+def _capped(logits: jax.Array, cap: float | None) -> jax.Array:
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def frozen_cross_entropy(
+    x: jax.Array, kernel: Any, targets: jax.Array, axis: int, cap: float | None = None
+) -> jax.Array:
+    """Return the mean cross entropy of a readout that is not trained, without storing its logits.
+
+    Computes logits of a block of classes at a time, and again in the backward pass; a kernel in
+    FP8 is widened by the block.
+
+    Args:
+      x: Inputs (..., width).
+      kernel: Array or ScaledArray with classes on `axis`, 0 or 1, and width on the other.
+      targets: Integers (...).
+      axis: See `kernel`.
+      cap: Makes logits z cap tanh(z / cap).
+    """
+    classes = kernel.shape[axis]
+    size = min(max(MOST_LOGITS // targets.size, 1024), classes)
+
+    @jax.checkpoint
+    def block(wide: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        start = jnp.minimum(first, classes - size)  # the last block repeats classes: mask them
+        ids = start + jnp.arange(size)
+        ids = jnp.where(ids < first, -1, ids)
+        part = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size, axis), kernel)
+        part = to_array(part).astype(x.dtype)
+        logits = jnp.tensordot(wide.astype(x.dtype), part, (-1, 1 - axis))
+        z = _capped(logits, cap).astype(jnp.float32)
+        z = jnp.where(ids < 0, -jnp.inf, z)
+        own = jnp.where(ids == targets[..., None], z, 0)
+        return jax.nn.logsumexp(z, -1), jnp.sum(own, -1)
+
+    wide = x.astype(jnp.float32)  # adds up the cotangents of blocks in float32
+    norms, own = jax.lax.map(lambda first: block(wide, first), jnp.arange(0, classes, size))
+    return jnp.mean(jax.nn.logsumexp(norms, 0) - jnp.sum(own, 0))
+
+
 class GPT(nnx.Module):
     """A decoder-only language model."""
 
@@ -306,6 +347,13 @@ class GPT(nnx.Module):
 
     def __call__(self, ids, *, deterministic=True, cache: KVCache | None = None):
         """Return logits (batch, time, vocab) of next tokens; with `cache`, also the new cache."""
+        x, cache = self._states(ids, deterministic, cache)
+        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
+        logits = _capped(logits, self.config.variant.logit_cap)
+        return logits if cache is None else (logits, cache)
+
+    def _states(self, ids, deterministic: bool, cache: KVCache | None = None):
+        """Compute the readout's inputs (batch, time, width), and the new cache."""
         start = 0 if cache is None else cache.position
         positions = start + jnp.arange(ids.shape[1])
         x = self.embed(ids)
@@ -326,14 +374,10 @@ class GPT(nnx.Module):
             x, past = apply(layer, x, positions, past)
             x = shard_activations(x)
             kept.append(past)
-        x = self.norm(x)
-        logits = self.embed.attend(x) if self.readout is None else self.readout(x)
-        if (cap := self.config.variant.logit_cap) is not None:
-            logits = cap * jnp.tanh(logits / cap)
-        if cache is None:
-            return logits
-        keys, values = zip(*kept, strict=True)
-        return logits, KVCache(keys, values, cache.position + ids.shape[1])
+        if cache is not None:
+            keys, values = zip(*kept, strict=True)
+            cache = KVCache(keys, values, cache.position + ids.shape[1])
+        return self.norm(x), cache
 
     def init_cache(self, batch: int, length: int) -> KVCache:
         """Make an empty cache for `length` tokens of each of `batch` sequences."""
@@ -344,5 +388,10 @@ class GPT(nnx.Module):
 
     def loss(self, ids, targets, *, deterministic=True) -> jax.Array:
         """Return the mean cross entropy of targets (batch, time) in nats per token, in float32."""
+        kernel = self.embed.embedding if self.readout is None else self.readout.kernel
+        if not isinstance(kernel, nnx.Param):  # frozen by LoRA
+            x, _ = self._states(ids, deterministic)
+            axis, cap = int(self.readout is not None), self.config.variant.logit_cap
+            return frozen_cross_entropy(x, kernel.get_value(), targets, axis, cap)
         logits = jnp.asarray(self(ids, deterministic=deterministic), jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

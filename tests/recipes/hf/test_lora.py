@@ -245,7 +245,7 @@ run = nnx.jit(lambda model, *inputs: model(*inputs))
 @functools.cache
 def adapted(name: str, dtype: Any = jnp.float32, base: str | None = None) -> Any:
     """Load the model of a folder with updates of its attention, as the recipe does."""
-    model: Any = load(FIXTURES / name, dtype=dtype, on_host=True).model
+    model: Any = load(FIXTURES / name, dtype=dtype, lazy=True).model
     adapt(model, LoraConfig.model_validate({"rank": 2, "targets": ATTENTION}), frozen=base)
     return model
 
@@ -339,7 +339,7 @@ def test_a_base_in_4_bits() -> None:
 @functools.cache
 def updated(name: str) -> Any:
     """Make a model with random updates, none of them zero."""
-    model: Any = load(FIXTURES / name, on_host=True).model
+    model: Any = load(FIXTURES / name, lazy=True).model
     adapt(model, LORAS[name])
     draw = np.random.default_rng(0)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
@@ -395,7 +395,7 @@ def test_an_adapter_is_written_and_read_back(name: str, tmp_path: Path) -> None:
     assert config["fan_in_fan_out"] == (name == "gpt2")
     assert config["target_modules"] == [f"{top.split('.')[-1]}.{module}" for module in names]
     assert config["base_model_name_or_path"] == name
-    other: Any = load(FIXTURES / name, on_host=True).model
+    other: Any = load(FIXTURES / name, lazy=True).model
     adapt(other, lora, seed=1)
     start_from(other, lora, tmp_path)
     chex.assert_trees_all_equal(*(nnx.state(one, nnx.LoRAParam) for one in (model, other)))
