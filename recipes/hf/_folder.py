@@ -123,8 +123,8 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, Tensor]]:
         shape, start = header[name]["shape"], begin + header[name]["data_offsets"][0]
         return np.frombuffer(raw, dtypes[name], math.prod(shape), start).reshape(shape)
 
-    found = ((name, tuple(header[name]["shape"]), dtypes[name]) for name in names)
-    return metadata, {name: Tensor(*facts, partial(read, name)) for name, *facts in found}
+    shapes = {name: tuple(header[name]["shape"]) for name in names}
+    return metadata, {n: Tensor(shapes[n], dtypes[n], partial(read, n)) for n in names}
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:

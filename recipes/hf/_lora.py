@@ -111,13 +111,15 @@ def adapt(model: GPT, lora: LoraConfig, *, frozen: str | None = None, seed: int 
     """Freeze a model's weights and add low-rank updates to the layers of `lora.targets`, in place.
 
     b starts at zero, and a uniform within +-1 / sqrt(in). Frozen matrices get the model's dtype (in
-    linear layers the dtype `frozen`, if given), vectors float32.
+    linear layers the dtype `frozen`, if given), vectors float32. In a base in 4 bits, embeddings
+    and readout are in E4M3.
     """
     updated = updated_tensors(model.config, lora)
     if frozen == FLOAT4:
-        model.embed = NarrowEmbed(model.embed)
+        parts: Any = model
+        parts.embed = NarrowEmbed(model.embed)
         if model.readout is not None:
-            model.readout = NarrowLinear(model.readout, "float8_e4m3fn")
+            parts.readout = NarrowLinear(model.readout, "float8_e4m3fn")
     for layer in model.layers if frozen is not None else ():
         for part in (layer.attention, layer.mlp):
             for name, child in list(vars(part).items()):

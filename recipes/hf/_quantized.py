@@ -90,7 +90,7 @@ def quantized(folder: Folder, names: list[str], scheme: Scheme) -> Folder:
 
     def parts(weight: Any) -> tuple[jax.Array, jax.Array]:
         found = quantize(jnp.asarray(weight, jnp.float32), "float8_e4m3fn", strategy)
-        scale = found.scale.astype(jnp.float32)
+        scale = jnp.asarray(found.scale, jnp.float32)
         return found.data, scale.reshape(1) if scheme == "tensor" else scale
 
     written = dict(folder.tensors)
