@@ -221,7 +221,7 @@ def _shape(schema: Any, file: Any, path: Path, variant: Any, **own: Any) -> Any:
         "library": "plain",
         "mlp_ratio": (file.hidden or 4 * file.width) / file.width,
         "decoder": variant,
-        **file.model_dump(include=set(schema.model_fields)),
+        **file.model_dump(include=set(schema.model_fields) - set(DecoderConfig.model_fields)),
     }
     return validated(schema, shape | own, path)
 

@@ -196,6 +196,7 @@ def _checksums(arrays: dict[str, jax.Array]) -> dict[str, str]:
 def _checksum(array: jax.Array) -> jax.Array:
     """Sum MurmurHash3's hashes of all words; changing a single word always changes the sum."""
     array = array.astype(jnp.uint8) if array.dtype == bool else array
+    array = array.astype(jnp.float8_e4m3fn) if array.dtype == jnp.float4_e2m1fn else array
     bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{min(8 * array.dtype.itemsize, 32)}"))
     place = jnp.uint32(0)
     for axis, size in enumerate(bits.shape):

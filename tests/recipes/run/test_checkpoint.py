@@ -22,6 +22,7 @@ def make_state(seed: int) -> dict[str, Any]:
     return {
         "weights": [jax.random.normal(key, (300, 50)), jnp.arange(4, dtype=jnp.bfloat16)],
         "fp8": jax.random.normal(key, (8,)).astype(jnp.float8_e4m3fn),
+        "fp4": jax.random.normal(key, (8,)).astype(jnp.float4_e2m1fn),
         "mask": jnp.array([True, False]),
         "step": jnp.int32(seed),
         "key": key,
