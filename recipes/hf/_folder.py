@@ -134,13 +134,13 @@ def json_bytes(content: dict[str, Any]) -> bytes:
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None) -> None:
     """Write a safetensors file; an old one is replaced only when the new one is complete."""
-    partial = path.with_name(f"{path.name}.partial")
+    unfinished = path.with_name(f"{path.name}.partial")
     whole = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    partial.touch()
-    mode = partial.stat().st_mode  # by the umask: the library writes files for their owner alone
-    safetensors.save_file(whole, partial, metadata)
-    partial.chmod(mode)
-    os.replace(partial, path)
+    unfinished.touch()
+    mode = unfinished.stat().st_mode  # by the umask: the library writes files for their owner alone
+    safetensors.save_file(whole, unfinished, metadata)
+    unfinished.chmod(mode)
+    os.replace(unfinished, path)
 
 
 def _shards(path: Path) -> list[str]:

@@ -258,7 +258,7 @@ class MultiHeadAttention(nnx.Module):
         """Return the length and the mean square that the factor depends on."""
         length = length if self.max_length is None else self.max_length
         keys = None if self.local_window_size is None else self.local_window_size + 1
-        if context is None and keys is not None:
+        if context is None and keys is not None:  # the op is given no window by `decode`
             context = rules.AttentionContext()
         return length, context and context.mean_square(
             self.head_dim,
