@@ -47,7 +47,8 @@ def test_parity(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = ("gradients-bfloat16", "gradients-fp8")
     (losses,) = bench("parity", *UNIT, "--policies", ",".join(narrow), "--no-gradients")
     assert [row["variant"] for row in losses] == ["float32", *narrow]
-    assert len({row["loss"] for row in losses}) == 3
+    # In two steps, rounding to bfloat16 may be lost in the rounding of the loss to float32.
+    assert losses[0]["loss"] != losses[2]["loss"]
     assert all(abs(row["over reference"]) < 0.002 and "verdict" in row for row in losses[1:])
     some = ("nothing", "cotangents", "cotangents in E5M2", "all")
     monkeypatch.setattr(parity, "ROUNDED", {name: parity.ROUNDED[name] for name in some})
