@@ -4,10 +4,11 @@
     python -m recipes bench parity --rounding --data TEXT
 
 Trains `configs/gpt/parity.yaml` in each format, on each text and with each seed, without a loss
-scale. All runs start from weights that are rounded to E4M3: rounding the weights is like drawing
-others, and runs of the same seed would differ almost as much as runs of different seeds. Underflow
-is counted in the first float16 run and in a plain `flax.nnx` run. `--rounding` evaluates and
-differentiates the trained float32 models with some matmuls in FP8 and the rest in bfloat16.
+scale. All runs start from weights rounded to E4M3, so that every format starts from the same
+weights: runs from weights that differ by a rounding end almost as far apart as runs of different
+seeds. Underflow is counted in the first float16 run and in a plain `flax.nnx` run. `--rounding`
+evaluates and differentiates the trained float32 models with some matmuls in FP8 and the rest in
+bfloat16.
 """
 
 from collections.abc import Callable
