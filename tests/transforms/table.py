@@ -48,6 +48,7 @@ IDS = jnp.asarray([0, 2, 2, 3])
 MASK = jnp.asarray(_RANDOM.random((4, 6)) < 0.5)
 KEY = jax.random.key(3)
 NHWC = ("NHWC", "HWIO", "NHWC")
+TF32 = "TF32_TF32_F32"  # which CPUs do not have
 
 
 class Entry(NamedTuple):
@@ -68,6 +69,14 @@ def clipped_gradient(x: jax.Array) -> jax.Array:
 clipped_gradient.defvjp(
     lambda x: (jnp.sin(x), x), lambda x, g: (jnp.clip(g * jnp.cos(x), -0.5, 0.5),)
 )
+
+
+@jax.custom_vjp
+def saved(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+saved.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),), optimize_remat=True)
 
 
 @jax.custom_jvp
@@ -158,7 +167,8 @@ lax.cond(A[0, 0] > 0, lambda a: a * 3, lambda a: jnp.sin(a), A)
 lax.switch((A[0, 0] > 0).astype(int) + 1, [jnp.sin, lambda a: 9 * a, lambda a: a * a], A)
 jax.checkpoint(lambda x, m: jnp.sin(x @ m) @ m)(S, M)
 checkpoint_name(A * 2, "h")**2 | clipped_gradient(A) | power_of(A, 3) | steep(A)
-A * lax.stop_gradient(A) | straight_through(A) | jax.vmap(jnp.dot)(A, B)
+lax.platform_dependent(S, default=jnp.sin, tpu=lambda s: lax.dot(s, s, precision=TF32))
+saved(A) | A * lax.stop_gradient(A) | straight_through(A) | jax.vmap(jnp.dot)(A, B)
 jax.vmap(lambda a: a / lax.psum(a**2, "i"), axis_name="i")(A)
 jax.vmap(lambda a: lax.cond(a[0] > 0, jnp.sin, jnp.cos, a))(A) | jax.jvp(jnp.tanh, (A,), (B,))[1]
 jax.jacobian(lambda u: u**2 * u[0])(V) | (jax.debug.callback(lambda a: None, A), A * 2)[1]

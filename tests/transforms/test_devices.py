@@ -62,6 +62,10 @@ HALVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
         lambda x: x / lax.psum(x * 2, "d"),
         as_scaled(jnp.full((2, 4), 60000.0), dtype=jnp.float16),
     ),
+    "a ring": (
+        lambda x: lax.fori_loop(0, 2, lambda i, c: lax.ppermute(c, "d", [(0, 1), (1, 0)]) * 3, x),
+        as_scaled(jnp.asarray([1.0, 2.0]), dtype=jnp.float16),
+    ),
     "a mean": (
         lambda x: x / lax.pmean(1 + abs(x), "d"),
         as_scaled(jnp.asarray([1.0, 2.0]), dtype=jnp.float16),

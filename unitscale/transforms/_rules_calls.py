@@ -163,7 +163,7 @@ def jit(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Va
     return traced.rebuild(results, packed.scales)
 
 
-@register("call", "remat2", "remat_opt", "checkpoint")
+@register("call", "remat2", "checkpoint")
 def remat(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Apply `jax.checkpoint` to the scaled program, with the same policy."""
     settings, packed = interpreter.settings, pack(values)
@@ -179,11 +179,11 @@ def remat(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[
 @register(
     "call",
     *("closed_call", "core_closed_call", "call", "composite"),
-    *("custom_vmap_call", "xla_metadata_call"),
+    *("custom_vmap_call", "remat_opt", "xla_metadata_call"),
 )
 def inline(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Evaluate the inner program in place."""
-    found = (eqn.params.get(name) for name in ("call_jaxpr", "jaxpr", "call"))
+    found = (eqn.params.get(name) for name in ("call_jaxpr", "jaxpr", "call", "fwd_jaxpr"))
     program = next(p for p in found if isinstance(p, (Jaxpr, ClosedJaxpr)))
     if isinstance(program, Jaxpr):
         program = ClosedJaxpr(program, ())
@@ -222,7 +222,14 @@ def cond(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
 
         return run
 
-    results = lax.switch(index.numeric(np.int32), [leaving(b) for b in branches])
+    runs = [leaving(b) for b in branches]
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        results = lax.switch(index.numeric(np.int32), runs)
+    else:  # a choice by platform, so that only the branch of this platform is compiled
+        names = [ns or ("default",) for ns in platforms]
+        chosen = {n: run for run, ns in zip(runs, names, strict=True) for n in ns}
+        results = lax.platform_dependent(**chosen)
     return [
         Value(r) if t is None or not is_float(r) else wide_value(r, t)
         for r, t in zip(results, types, strict=True)

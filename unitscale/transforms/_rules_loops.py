@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from ..core import scan_counts, wide_dtype
+from ..core import match_varying, scan_counts, wide_dtype
 from ._interpreter import Interpreter, register
 from ._values import (
     ONE,
@@ -62,7 +62,8 @@ class Carry(NamedTuple):
             return [narrow(value.wide(), self.dtype)]
         value = wide_value(value.wide(), self.dtype) if value.dtype != self.dtype else value
         value = value.leaving() if not scale_of(value).ndim else value.uniform().stored()
-        return [value.data, lax.stop_gradient(jnp.asarray(scale_of(value).factor()))]
+        scale = lax.stop_gradient(jnp.asarray(scale_of(value).factor()))
+        return match_varying([value.data, scale])  # or the type could change between iterations
 
 
 def _crossing(values: Sequence[Value], forms: Sequence[Carry], avals: Sequence[Any]) -> list[Any]:
