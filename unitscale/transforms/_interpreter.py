@@ -191,7 +191,7 @@ class Interpreter:
 def _stretches(jaxpr: Jaxpr) -> tuple[list[int], dict[Any, int], set[Any]]:
     """Return the number of contractions before each equation, and before each variable.
 
-    Also return the variables that have an equation reading them after another contraction.
+    Also return the variables that are read again after a later contraction.
     """
     places: list[int] = []
     made: dict[Any, int] = {}

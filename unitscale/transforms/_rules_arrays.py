@@ -322,5 +322,6 @@ def _never(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> obje
 register("without scale", *_INTEGERS.split())(_never)
 register("default: linear algebra", *_LINEAR_ALGEBRA)(_default)
 register("default: generic reductions and solves", *_GENERIC.split())(_default)
+register("default: internal", "call_hi_primitive", "custom_lin", "eval_jaxpr", "stage")(_default)
 register("default: code outside JAX", *_OUTSIDE.split())(_default)
 register("default: mutable references hold plain values", *_REFERENCES.split())(_default)

@@ -190,15 +190,6 @@ def inline(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list
     return Interpreter(interpreter.settings).run(program.jaxpr, program.consts, values)
 
 
-@register("call", "custom_lin", "call_hi_primitive", "eval_jaxpr", "stage")
-def internal(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
-    """Take the default rule: user programs do not contain these primitives."""
-    if all(v.scale is None for v in values):
-        results = interpreter.bind(eqn, [v.data for v in values])
-        return list(map(Value, results)) if eqn.primitive.multiple_results else Value(results)
-    return interpreter.default(eqn, values)
-
-
 @register("control flow", "cond")
 def cond(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """Switch between scaled branches; a result that is scaled in any of them is wide in all."""

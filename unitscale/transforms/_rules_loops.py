@@ -100,7 +100,7 @@ def _fixed_point(forms: list[Carry], turn: Any) -> tuple[ClosedJaxpr, list[Carry
 
 
 def _per_item(value: Value, length: int) -> tuple[Value, Any]:
-    """Split a scanned value into the value whose items a body reads, and scales per item."""
+    """Return a scanned value, and its vector of scales if it has one scale per item, else None."""
     if value.scale is None or not value.scale.ndim:
         return value, None
     scale = value.scale.factor()

@@ -151,11 +151,12 @@ def _from_input(leaf: Any) -> Value:
 
 
 def _gathered(values: list[Value]) -> list[Value]:
-    """Take scales of arguments from one vector, or a GPU would copy each before it is replaced."""
+    """Read scalar scales from one vector: a GPU would copy each donated one in its own kernel."""
     groups: dict[Any, list[Value]] = {}
     for v in values:
         array = scale_of(v).array
-        if isinstance(array, Tracer) and not array.ndim:  # its class shows if `jax.vmap` maps it
+        if isinstance(array, Tracer) and not array.ndim:
+            # `jax.vmap` gives mapped arrays a class of their own; they are not stacked with others.
             groups.setdefault((type(array), jax.typeof(array)), []).append(v)
     for group in groups.values():
         vector = lax.optimization_barrier(jnp.stack([scale_of(v).array for v in group]))

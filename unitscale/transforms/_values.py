@@ -63,7 +63,7 @@ class Scale:
         return Scale(self.log2 + other.log2, array)
 
     def apart(self, number: int) -> Scale:
-        """Return the scale behind a barrier with a number, so that XLA merges no uses of it."""
+        """Return the scale behind a numbered barrier, which keeps XLA from merging its uses."""
         array, index = (self.factor(), ()) if self.vector is None else self.vector
         array, _ = lax.optimization_barrier((jnp.asarray(array), np.float32(number)))
         return Scale(0 if self.vector is None else self.log2, array[index])
@@ -271,18 +271,18 @@ class Value:
         return Value(data, x.scale * Scale(0, unit), self.dtype, 0)
 
     def apart(self) -> Value:
-        """Return the value, computed again if it is cheap, so that float32 is not kept for it."""
+        """Return the value, recomputed if that is cheap, so XLA need not keep it in float32."""
         return self.again() if self.is_from_stored else self
 
     def kept(self) -> Value:
-        """Return the stored value behind a barrier, or XLA might not round and keep float32."""
+        """Return the stored value behind a barrier, so that XLA does not keep it in float32."""
         x = self.stored()
         return x.with_data(lax.optimization_barrier(x.data))
 
     def leaving(self) -> Value:
         """Return the value as it leaves a program or a loop iteration.
 
-        Results of contractions are measured: as inputs of the next step their scale would drift.
+        Results of contractions are measured, or the scale of a training state could drift away.
         """
         x = self if self.scale is None or self.scale.ndim else self.stored()
         if x.scale is None or is_complex(x.data) or x.scale.ndim or not x.steps:
@@ -293,14 +293,14 @@ class Value:
 def leaving(values: Sequence[Value]) -> list[Value]:
     """Return the results of a program as they leave it: see `Value.leaving`.
 
-    Those of one shape are measured together, because a GPU takes as long for the small kernels that
-    measure one array as for those of many.
+    Results of one shape are measured together, because small kernels take a GPU as long for one
+    array as for many.
     """
     groups: dict[Any, list[Value]] = {}
     for v in values:
         is_narrow = v.scale is not None and not is_complex(v.data) and not spans(v.dtype)
         if is_narrow and not scale_of(v).ndim and not v.is_sized and jnp.size(v.data):
-            # The class of a tracer shows if `jax.vmap` maps it.
+            # `jax.vmap` gives mapped arrays a class of their own; they are not stacked with others.
             groups.setdefault((type(v.data), jax.typeof(v.data), v.dtype), []).append(v)
     for (_, _, dtype), group in groups.items():
         for start in range(0, len(group), _TOGETHER):
@@ -440,14 +440,14 @@ def units_of(arrays: Sequence[Any], largest: float) -> list[Any]:
     """Return `unit_of` each of several arrays of one shape and sharding, in few operations."""
     sizes = [_magnitudes(x) for x in arrays]
     count, last = sizes[0].size, sizes[0].ndim - 1
-    if _headroom(count, largest) is not None:  # stack no large arrays, but the RMS of their rows
+    if _headroom(count, largest) is not None:  # of large arrays, stack the RMS of rows
         sizes = [_rms(size, (last,)) for size in sizes]
     elif not isinstance(count, int) or count > 2**16:
         return [unit_of(x, largest=largest) for x in arrays]
     stacked = jnp.stack(sizes)
     axes = tuple(range(1, stacked.ndim))
     rms, amax = _rms(stacked, axes), lax.reduce_max(stacked, axes)
-    # Further operations follow these slices, because XLA fuses those, but not slices alone.
+    # `_unit` works on each slice, because XLA fuses slices with later operations, but not alone.
     return [_unit(count, largest, rms[i], lambda i=i: amax[i]) for i in range(len(arrays))]
 
 
