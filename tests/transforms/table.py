@@ -71,14 +71,6 @@ clipped_gradient.defvjp(
 )
 
 
-@jax.custom_vjp
-def saved(x: jax.Array) -> jax.Array:
-    return jnp.sin(x)
-
-
-saved.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),), optimize_remat=True)
-
-
 @jax.custom_jvp
 def steep(x: jax.Array) -> jax.Array:
     return jnp.tanh(x)
@@ -92,7 +84,9 @@ def power_of(x: jax.Array, n: int) -> jax.Array:
     return x**n
 
 
-power_of.defvjp(lambda x, n: (x**n, {"x": x}), lambda n, r, g: (n * g * r["x"] ** (n - 1),))
+power_of.defvjp(
+    lambda x, n: (x**n, [x]), lambda n, r, g: (n * g * r[0] ** (n - 1),), optimize_remat=True
+)
 
 
 def straight_through(x: jax.Array) -> jax.Array:
@@ -168,7 +162,7 @@ lax.switch((A[0, 0] > 0).astype(int) + 1, [jnp.sin, lambda a: 9 * a, lambda a: a
 jax.checkpoint(lambda x, m: jnp.sin(x @ m) @ m)(S, M)
 checkpoint_name(A * 2, "h")**2 | clipped_gradient(A) | power_of(A, 3) | steep(A)
 lax.platform_dependent(S, default=jnp.sin, tpu=lambda s: lax.dot(s, s, precision=TF32))
-saved(A) | A * lax.stop_gradient(A) | straight_through(A) | jax.vmap(jnp.dot)(A, B)
+A * lax.stop_gradient(A) | straight_through(A) | jax.vmap(jnp.dot)(A, B)
 jax.vmap(lambda a: a / lax.psum(a**2, "i"), axis_name="i")(A)
 jax.vmap(lambda a: lax.cond(a[0] > 0, jnp.sin, jnp.cos, a))(A) | jax.jvp(jnp.tanh, (A,), (B,))[1]
 jax.jacobian(lambda u: u**2 * u[0])(V) | (jax.debug.callback(lambda a: None, A), A * 2)[1]
