@@ -159,9 +159,9 @@ def scan(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
         results = run(*carry, *xs[0], *xs[1])
         return results[: len(initial)], results[len(initial) :]
 
-    final, results = lax.scan(
-        step, initial, items, length=length, reverse=params["reverse"], unroll=params["unroll"]
-    )
+    options = {key: params[key] for key in ("reverse", "unroll")}
+    # A length that is symbolic in an export must be taken from the items.
+    final, results = lax.scan(step, initial, items, None if items[0] else length, **options)
     ys = found["ys"]
     scales = iter(results[len(ys) :])
     outputs = [

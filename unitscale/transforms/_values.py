@@ -208,9 +208,8 @@ class Value:
         origins = [v.origin or Origin(apply, [], [v], 0) for v in operands]
         roots = {id(root): root for origin in origins for root in origin.roots}
         depth = 1 + max(origin.depth for origin in origins)
-        large = [
-            r for r in roots.values() if r.const is None and jnp.size(r.data) >= jnp.size(self.data)
-        ]
+        size = _example_size(self.data)
+        large = [r for r in roots.values() if r.const is None and _example_size(r.data) >= size]
         self.is_from_stored = any(r.is_stored for r in large)
         read = sum(jnp.result_type(r.data).itemsize for r in large)
         # Storing float32 costs 8 bytes (a write and a read); reading three 16-bit arrays costs 6.
@@ -288,6 +287,11 @@ class Value:
         if x.scale is None or is_complex(x.data) or x.scale.ndim or not x.steps:
             return x
         return wide_value(x.wide(), x.dtype).stored() if spans(x.dtype) else x.measured()
+
+
+def _example_size(data: Any) -> int:
+    """Return the number of elements, with 1,024 for each size that is symbolic in an export."""
+    return math.prod(n if isinstance(n, int) else 2**10 for n in jnp.shape(data))
 
 
 def leaving(values: Sequence[Value]) -> list[Value]:
