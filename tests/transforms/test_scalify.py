@@ -40,12 +40,12 @@ def test_scalify_of_scalify_is_itself() -> None:
 
 def test_keyword_arguments_and_methods() -> None:
     class Model:
-        @scalify
-        def apply(self, x: jax.Array, *, bias: jax.Array) -> jax.Array:
-            return x + bias
+        @functools.partial(scalify, static_argnums=(0, 2))
+        def apply(self, x: jax.Array, n: int, *, bias: jax.Array) -> jax.Array:
+            return jnp.abs(x) * n + bias
 
-    result = Model().apply(as_scaled(jnp.ones(2)), bias=jnp.ones(2))
-    np.testing.assert_array_equal(to_array(result), 2.0)
+    result = Model().apply(as_scaled(jnp.ones(2)), 2, bias=jnp.ones(2))
+    np.testing.assert_array_equal(result.value, 3.0)
 
 
 def test_what_is_no_array_is_part_of_the_program() -> None:

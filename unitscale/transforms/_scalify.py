@@ -54,7 +54,7 @@ class Scalified:
         if instance is None:
             return self
         bound = functools.partial(self._function, instance)
-        argnums = [n - (n > 0) for n in self._static_argnums]
+        argnums = [n - (n > 0) for n in self._static_argnums if n]  # 0 is the instance
         return Scalified(bound, argnums, tuple(self._static_argnames), *self._options)
 
     def report(self, *args: Any, **kwargs: Any) -> list[Default]:
