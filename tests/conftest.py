@@ -61,6 +61,14 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Compile the programs of one test with optimizations."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_are_dropped() -> Iterator[None]:
     """Drop caches when memory is short, because a full run compiles very many programs."""

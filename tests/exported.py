@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
-import numpy as np
 from jax import export
 
 
@@ -17,7 +17,5 @@ def assert_computes_the_same(function: Callable[..., Any], *args: Any, **options
     """Check that a function computes the same after export; `options` are those of `export`."""
     function = jax.jit(function)
     exported = export.export(function, **options)(*args)
-    found, expected = export.deserialize(exported.serialize()).call(*args), function(*args)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(jax.device_get(a), jax.device_get(e))
+    found = export.deserialize(exported.serialize()).call(*args)
+    chex.assert_trees_all_equal(found, function(*args))

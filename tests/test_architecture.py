@@ -19,10 +19,6 @@ SCALING_RULE = re.compile(
 )
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
 def public(node: ast.AST, inside: bool) -> bool:
     """Return True if an import is relative inside unitscale, or of public names elsewhere."""
     match node:
@@ -57,7 +53,7 @@ def test_files_keep_the_rules() -> None:
         source = path.read_text("utf-8")
         if top != "tests":
             said = complaints(source, inside=top == "unitscale", layer=rest[0])
-            found += [f"{name_of(path)}:{text}" for text in said]
+            found += [f"{path.relative_to(ROOT)}:{text}" for text in said]
     assert len(FILES) > 100
     assert not found, "\n".join(found)
 
@@ -84,27 +80,6 @@ def test_packages_keep_their_budgets(package: str, most_lines: int, most_files: 
     lines = sum(len(p.read_text("utf-8").splitlines()) for p in paths)
     assert lines <= most_lines, f"{package}: {lines} lines; the budget is {most_lines}"
     assert len(paths) <= most_files, f"{package}: {len(paths)} files; the budget is {most_files}"
-
-
-@pytest.mark.parametrize(
-    ("source", "inside", "complaint"),
-    [
-        ("from unitscale.core import rms", True, "relatively"),
-        ("from unitscale.nn import _dense", False, "public names"),
-        ("import unitscale.nn._dense", False, "public names"),
-        ("assert x", True, "invariant"),
-        *[
-            (f"y = {text}", True, "scaling rule")
-            for text in ("x ** -0.5", "x**(-1 / 2)", "x ** -(1 / 2)", "1 / x ** 0.5")
-        ],
-        ("y = math.pow(x, -0.5)", True, "scaling rule"),
-        ("from ..core import rms\nassert x, 'why'\ny = x**0.5 + x**-1", True, ""),
-        ("from unitscale import __version__, core\nassert x", False, ""),
-    ],
-)
-def test_a_mistake_is_found(source: str, inside: bool, complaint: str) -> None:
-    found = list(complaints(source, inside))
-    assert [complaint in text for text in found] == [True] * bool(complaint)
 
 
 def test_version_is_that_of_the_package() -> None:

@@ -1,4 +1,4 @@
-"""Gradients of layers and of a model are positive constants times the true ones."""
+"""Gradients of layers are positive constants times the true ones."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from tests.gradients import WrongGradient, check
 from tests.modules import FLOAT64, build, model_loss
 from unitscale import nn
 
-from .table import CELLS, LAYERS, Decoder
+from .table import CELLS, LAYERS
 
 BATCH, TIME, WIDTH = 2, 5, 4
 
@@ -144,18 +144,3 @@ def masked(layer, h):
 )
 def test_attention(options, apply, zero) -> None:
     check_layer(of(nn.MultiHeadAttention, 2, WIDTH, 8, **options), apply, zero=zero)
-
-
-TIED = {"tied": True, "rotary_base": 50.0, "activation": "silu_glu", "num_kv_heads": 2}
-TIED |= {"dropout_rate": 0.2, "residual_scheme": "fixed", "residual_tau": 0.4}
-LEARNED = {"learned": True, "num_kv_heads": 1, "norm": "layer", "residual_mult": 0.7}
-
-
-@pytest.mark.parametrize(
-    "options", [TIED, pytest.param(LEARNED, marks=pytest.mark.slow)], ids=["tied", "learned"]
-)
-def test_language_model(options) -> None:
-    """Whole pre-norm language models, each with other options."""
-    model = build(lambda: Decoder(8, policy=FLOAT64, **options))
-    ids = np.random.default_rng(5).integers(0, 11, (2, 7))
-    check(*model_loss(model, lambda m: m.loss(ids[:, :-1], ids[:, 1:])), directions=2)

@@ -27,16 +27,12 @@ LAYERS, WIDTH, VOCAB, BATCH, TIME = 2, 256, 1024, 4, 128
 PRODUCTS = 18  # of a layer: three for each of its six weights, none of them merged
 
 
-def gpt(policy: str, attention: Implementation) -> Decoder:
-    sizes = {"vocab": VOCAB, "layers": LAYERS, "context": TIME, "hidden": 4 * WIDTH}
-    return Decoder(WIDTH, policy=policy, **sizes, attention_implementation=attention)
-
-
 def make_step(policy: str, attention: Implementation = "auto") -> tuple[Any, tuple[Any, ...]]:
     """Make a step of Adam, and the shapes of its arguments."""
-    graphdef, params, rest = nnx.split(
-        nnx.eval_shape(lambda: gpt(policy, attention)), nnx.Param, ...
-    )
+    options = {"vocab": VOCAB, "layers": LAYERS, "context": TIME, "hidden": 4 * WIDTH}
+    options |= {"policy": policy, "attention_implementation": attention}
+    model = nnx.eval_shape(lambda: Decoder(WIDTH, **options))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     optimizer = optax.adam(1e-3)
 
     def step(params, rest, state, ids):

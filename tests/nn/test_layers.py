@@ -5,6 +5,7 @@ import inspect
 import pickle
 from typing import Any, get_args
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -208,14 +209,9 @@ def test_a_step_under_debug_nans_makes_none_and_copies_go_on_alike() -> None:
         kept = model, nnx.state(model), nnx.state(optimizer)
         again, *states = pickle.loads(pickle.dumps(kept))
         assert nnx.graphdef(again) == nnx.graphdef(model)
-        assert_equal((nnx.state(again), *states), (kept[1], *kept[1:]))
+        chex.assert_trees_all_equal((nnx.state(again), *states), (kept[1], *kept[1:]))
         assert run(*other) == run(model, optimizer)
-    assert_equal(nnx.state(other), nnx.state((model, optimizer)))
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, found, expected)))
+    chex.assert_trees_all_equal(nnx.state(other), nnx.state((model, optimizer)))
 
 
 def test_views_are_as_those_of_flax() -> None:

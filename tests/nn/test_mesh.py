@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,8 +51,7 @@ def test_a_stack_brings_weights_to_activations(axes: dict[str, int], scan: bool)
         text = program.lower(*placed).compile()
     context = axes.get("context", 1)
     assert y.sharding.shard_shape(y.shape)[:2] == (4 // axes["fsdp"], 8 // context)
-    for a, e in zip(jax.tree.leaves((y, found)), jax.tree.leaves((whole, expected)), strict=True):
-        np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4)
+    chex.assert_trees_all_close((y, found), (whole, expected), rtol=1e-3, atol=1e-4)
     if set(axes) == {"fsdp"}:  # the input comes, and its gradient goes
         assert sum(c.kind == "all-to-all" for c in collectives(text)) <= 2
 
@@ -190,8 +190,7 @@ def test_attention_and_dropout() -> None:
 
     found, expected = on_explicit_axes(run)
     assert 0 < np.mean(np.asarray(found[1]) == 0) < 1
-    for ours, whole in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_and_a_converted_layer_lie_where_a_call_asks() -> None:

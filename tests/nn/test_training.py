@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,14 +56,6 @@ def scales(model) -> dict[str, list[float]]:
     return {path: np.ravel(s.scale).tolist() for path, s in states(model).items()}
 
 
-def assert_same(a, b) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(x, y)
-
-
 def scale_of(x, dtype: str = "e4m3fn") -> float:
     return float(quant.quantize(x, dtype, Dynamic()).scale)
 
@@ -78,24 +70,11 @@ def test_is_a_drop_in_for_nnx_value_and_grad() -> None:
         value, grads = STEP(ours, x)
         expected, wanted = plain(theirs, x)
         assert value == expected
-        assert_same(grads, wanted)
-        assert_same(nnx.state(ours, nnx.RngState), nnx.state(theirs, nnx.RngState))
+        chex.assert_trees_all_equal(grads, wanted)
+        chex.assert_trees_all_equal(nnx.state(ours, nnx.RngState), nnx.state(theirs, nnx.RngState))
         # Theirs does not move the scales.
         assert scales(theirs) == before != scales(ours)
         nnx.update(theirs, nnx.state(ours, AmaxState))
-
-
-def test_scales_follow_amax() -> None:
-    model = Net()
-    nnx.jit(nn.value_and_grad(lambda model: loss(model, X) + loss(model, X / 64)))(model)
-    found = states(model)
-    # The layer is used twice; its larger input is the first.
-    first = found["first.dot_general.state"]
-    assert first.scale[:2].tolist() == [scale_of(X), scale_of(model.first.kernel[...])]
-    assert first.counts[0, 1] == 2 * X.size
-    for state in found.values():
-        assert np.all(np.asarray(state.scale) != 1)
-        assert np.all(np.asarray(state.counts)[:, 1] > 0)
 
 
 def test_has_aux_argnums_and_several_models() -> None:
@@ -147,12 +126,13 @@ def test_accumulation_is_one_step_of_the_history() -> None:
     assert scales(model) == {path: [1, 1, 1] for path in scales(model)}
     nn.advance(model)
     state = states(model)["first.dot_general.state"]
-    assert float(state.scale[0]) == scale_of(X * 64)
+    assert state.scale[:2].tolist() == [scale_of(X * 64), scale_of(model.first.kernel[...])]
     assert np.sum(np.asarray(state.history) > -127, axis=-1).tolist() == [1, 1, 1]
     assert not np.any(state.tally)
     nnx.jit(nn.value_and_grad(lambda m: sum(loss(m, x) for x in microbatches)))(whole)
     expected = states(whole)["first.dot_general.state"]
     np.testing.assert_array_equal(expected.scale[:2], state.scale[:2])
+    assert expected.counts[0, 1] == 3 * X.size
 
 
 @pytest.mark.slow
@@ -208,7 +188,7 @@ def test_calibration_sets_static_scales() -> None:
     model = Net(dataclasses.replace(CONFIG, strategy=Static(margin=1)))
     before = jax.tree.map(lambda x: x.copy(), nnx.state(model, nnx.Not(AmaxState)))
     nn.calibrate(model, [X, X * 32, X / 32], loss)
-    assert_same(before, nnx.state(model, nnx.Not(AmaxState)))
+    chex.assert_trees_all_equal(before, nnx.state(model, nnx.Not(AmaxState)))
     found = scales(model)["first.dot_general.state"]
     assert found[:2] == [2 * scale_of(X * 32), 2 * scale_of(model.first.kernel[...])]
     assert found[2] != 1
@@ -349,10 +329,7 @@ def test_gradients_are_those_of_plain_parameters() -> None:
     tripled = nnx.value_and_grad(lambda model, x: total(model, x, factor=3.0))
     wanted, expected = nnx.jit(tripled)(plain, x)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    assert jax.tree.structure(grads) == jax.tree.structure(expected)
-    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        assert got.dtype == jnp.float32
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=3e-4)
+    chex.assert_trees_all_close(grads, expected, rtol=1e-4, atol=3e-4, strict=True)
     # The counter of the model goes on, and its weights are stored as they were.
     assert int(model.calls.get_value()) == 1
     assert model.first.kernel.get_value().dtype == jnp.float16
@@ -375,8 +352,7 @@ def test_a_loss_that_is_a_scaled_array_is_taken_by_its_value(has_aux: bool) -> N
     assert isinstance(value, jax.Array)
     with pytest.raises(ValueError, match=r"models with unitscale\.nn\.value_and_grad"):
         nnx.value_and_grad(by_operators, has_aux=has_aux)(model, x)
-    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(grads, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_model_of_the_caller_is_not_touched_while_the_loss_runs() -> None:
@@ -404,11 +380,11 @@ def mean_square(model) -> jax.Array:
     return jnp.mean((model(INPUTS).value - 1) ** 2)
 
 
-def train(tx, jit: Any) -> tuple[nn.MLP, nn.Optimizer, list[float]]:
+def train(tx) -> tuple[nn.MLP, nn.Optimizer, list[float]]:
     model = build(lambda: nn.MLP(8, 16, rngs=nnx.Rngs(0)))
     optimizer = nn.Optimizer(model, tx, wrt=nnx.Param)
 
-    @jit
+    @nnx.jit
     def step(model, optimizer):
         value, grads = nn.value_and_grad(mean_square)(model)
         optimizer.update(model, grads)
@@ -421,13 +397,10 @@ def values(model) -> dict[str, np.ndarray]:
     return {path: np.asarray(to_array(p.get_value())) for path, p in parameters(model).items()}
 
 
-@pytest.mark.parametrize(
-    "jit", [nnx.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)], ids=["jit", "eager"]
-)
-def test_near_the_optimizer_of_flax_in_float32(jit) -> None:
+def test_near_the_optimizer_of_flax_in_float32() -> None:
     tx, rate, steps = optax.adam(0.01), 0.01, 2
-    model, optimizer, found = train(skip_nonfinite(scaled(tx)), jit)
-    plain, reference, expected = train(tx, jit)
+    model, optimizer, found = train(skip_nonfinite(scaled(tx)))
+    plain, reference, expected = train(tx)
     assert int(optimizer.step[...]) == int(reference.step[...]) == steps
     # float16 weights; Adam's updates are rate-sized, and off by the rounding of e4m3 moments.
     np.testing.assert_allclose(found, expected, rtol=steps * 2**-10)

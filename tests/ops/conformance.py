@@ -18,7 +18,6 @@ from tests.batching import compute, entry
 from unitscale.core import ScaledArray, to_float
 
 DTYPES = ("float32", "float16", "bfloat16")
-SCALES = (1.0, 2.0**12, 2.0**-12)
 # float32 accumulates, and is compared with a finite difference; 16-bit types round the operand of a
 # factor, the factor and the result.
 _ROUNDINGS = {"float64": 64, "float32": 64, "float16": 2, "bfloat16": 2}

@@ -155,6 +155,35 @@ def test_operands_of_several_dtypes() -> None:
             assert [g.dtype for g in grads] == [jnp.dtype(dtype) for dtype in dtypes]
 
 
+half = functools.partial(np.full, dtype=FLOAT16)
+LARGE = np.concatenate([half((1, 3), 2048), half((49, 3), 1)])
+
+
+def test_float16_is_summed_wide() -> None:
+    """Sums beyond 65504, or of ones that 2048 would lose, are multiplied by the factor first."""
+
+    def grad(op: Callable[..., Any], x: Any, cotangent: Any) -> Any:
+        return pulled(op, x, cotangent=cotangent)[1][0]
+
+    many = functools.partial(ops.add, ones(100, 2, dtype=FLOAT16), constraint=None)
+    rows, one = functools.partial(ops.embed, np.zeros(50, int)), half((1, 3), 1)
+    table = {
+        "add": (lambda x: ops.add(x, x).data, half(2, 40000), 80000 * 0.5**0.5),
+        "gradient of add": (functools.partial(grad, many), half(2, 1), half((100, 2), 1000), 1e4),
+        "conv": (
+            lambda x, w: ops.conv(x, w, padding="VALID").data,
+            half((1, 8, 16), 50),
+            half((3, 16, 1), 40),
+            96000 * 48**-0.5,
+        ),
+        "pool": (lambda x: ops.avg_pool(x, (4,)).data, half((4, 1), 30000), 60000),
+        "rows": (functools.partial(grad, rows), one, half((50, 3), 2000), 1e5 * 0.02**0.5),
+        "ones": (functools.partial(grad, rows), one, LARGE, 2097 * 0.02**0.5),
+    }
+    for name, found in compute({name: row[:-1] for name, row in table.items()}).items():
+        np.testing.assert_array_equal(found, FLOAT16(table[name][-1]), name)
+
+
 def test_scales_that_vary_do_not_widen() -> None:
     each = np.float32([1, 2, 4, 8])
     for name in ("dense", "relu", "softmax", "rotary", "add", "layer_norm", "conv"):

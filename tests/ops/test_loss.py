@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -450,13 +449,6 @@ def test_the_normalizer_of_one_pass_is_that_of_two() -> None:
 WIDTH, CLASSES, CHUNK, DELAYED = 8, 4096, 32, Delayed()
 READOUT = "unitscale.ops._readout_cross_entropy."
 entropy = functools.partial(ops.readout_cross_entropy, transposed=True)
-
-
-@pytest.fixture
-def optimized() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def compiled(tokens: int, chunk: int | None, config: MatmulConfig | None = None) -> Any:

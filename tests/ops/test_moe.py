@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -215,5 +216,4 @@ def test_inside_of_shard_map_each_device_has_its_experts(scale) -> None:
     with jax.set_mesh(mesh):
         by_compiler = jax.jit(gradients)(*args)
     for found in (run(*args), by_compiler):
-        near = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-        jax.tree.map(near, found, expected)
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,31 +95,23 @@ def test_a_key_makes_rounding_unbiased_and_differs_by_array() -> None:
         np.testing.assert_allclose(np.mean(g[:, 1:]), 17, atol=0.05)
 
 
-INNER = {
-    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
-    "sgd": optax.sgd(0.1, 0.9),
-    "lion": optax.lion(1e-2),
-    "muon": optax.contrib.muon(1e-2),
-}
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 
 
 @pytest.mark.parametrize(
-    ("inner", "dtype"),
-    [("clip", "float8_e4m3fn"), ("sgd", "bfloat16"),
-     *(pytest.param(i, d, marks=pytest.mark.slow) for i in INNER for d in FORMATS)],
-)  # fmt: skip
-def test_optimizers_take_the_values(inner: str, dtype: str) -> None:
+    ("inner", "dtype"), [(CLIPPED, "float8_e4m3fn"), (optax.sgd(0.1, 0.9), "bfloat16")]
+)
+def test_optimizers_take_the_values(inner: optax.GradientTransformation, dtype: str) -> None:
     """`scaled` and `nn.Optimizer` do with narrow gradients as with the same ones in float32."""
     grads = unitscale.grad(loss, gradients_dtype=dtype)(WEIGHTS)
     wide = jax.tree.map(jnp.float32, to_array(grads))
     np.testing.assert_allclose(optim.global_norm(grads), optim.global_norm(wide), rtol=1e-6)
-    plain, own = INNER[inner], scaled(INNER[inner])
-    for tx in (own, optim.skip_nonfinite(own), optim.skip_nonfinite(plain)):
+    own = scaled(inner)
+    for tx in (own, optim.skip_nonfinite(own), optim.skip_nonfinite(inner)):
         params = tx.scale_params(jax.tree.map(jnp.asarray, WEIGHTS))
         step = jax.jit(tx.step)
         results = [step(params, tx.init(params), g) for g in (grads, wide)]
-        for own, other in zip(*map(jax.tree.leaves, results), strict=True):
-            np.testing.assert_array_equal(own, other)
+        chex.assert_trees_all_equal(*results)
 
 
 def test_bad_steps_are_skipped_and_mistakes_are_refused() -> None:

@@ -1,7 +1,5 @@
 """States of optax: which arrays are moments, their formats, and results of training."""
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,47 +31,12 @@ REFUSED: dict[str, tuple[Any, Any, Any]] = {
         lambda g: g[None],
     ),
 }
-# What optimizers are made of; so is all that is called scale_by_*.
-PARTS = """
-    add_decayed_weights add_noise adaptive_grad_clip apply_every apply_if_finite centralize chain
-    clip clip_by_block_rms clip_by_global_norm conditionally_mask conditionally_transform ema
-    flatten freeze identity inject_hyperparams inject_stateful_hyperparams keep_params_nonnegative
-    masked measure_with_ema multi_transform named_chain normalize normalize_by_update_norm
-    partition reduce_on_plateau scale selective_transform set_to_zero snapshot stateless
-    stateless_with_tree_map trace with_extra_args_support zero_nans
-"""
-# Which warn that they are deprecated, in every call.
-DEPRECATED = {"dpsgd", "optimistic_adam"}
 # States with arrays of the size of parameters that are kept as they are; see `_states`.
 KEPT = """
     COCOBState EmaState GaLoreState MadgradState SAMState ScaleByLBFGSState
     ScaleByOptimisticGradientState ScaleByRStdDevState ScaleByRpropState ScaleByRssState
     ScaleByZoomLinesearchState ScheduleFreeState
 """
-
-
-def _makes_transformations(f: Any) -> bool:
-    if not (inspect.isfunction(f) or isinstance(f, functools.partial)):
-        return False
-    signature = inspect.signature(f)
-    return "GradientTransformation" in str(signature.return_annotation) or (
-        "learning_rate" in signature.parameters
-    )
-
-
-def test_the_table_is_complete() -> None:
-    """Every optimizer of optax must be listed: as tested, refused, or only a part."""
-    public = {
-        name
-        for module in (optax, contrib)
-        for name, f in vars(module).items()
-        if not name.startswith("_") and _makes_transformations(f)
-    }
-    placed = (
-        {name.partition(",")[0] for name in RUNS} | REFUSED.keys() | set(PARTS.split()) | DEPRECATED
-    )
-    assert {n for n in public - placed if not n.startswith("scale_by_")} == set()
-    assert placed - public == set()
 
 
 def is_state(x: Any) -> bool:
@@ -155,7 +118,6 @@ def test_gradients_unlike_the_parameters_are_refused() -> None:
 
 
 TREE = {"a": np.ones((4, 6), np.float32), "b": {"c": np.ones(6, np.float32)}}
-TREE_LABELS = {"a": "matrix", "b": {"c": "vector"}}
 MASK = {"a": True, "b": {"c": False}}
 
 

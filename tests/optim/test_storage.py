@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -415,12 +416,6 @@ TREES = [
 ]
 
 
-def same(got, wanted) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -435,13 +430,13 @@ def test_transformations_are_those_of_optax_on_values(ours, theirs) -> None:
     for tree in TREES:
         updates, state = ours.update(tree, state)
         wanted, wanted_state = theirs.update(to_array(tree, jnp.float32), wanted_state)
-        same(updates, wanted)
-    same(state, wanted_state)
+        chex.assert_trees_all_close(updates, wanted)
+    chex.assert_trees_all_close(state, wanted_state)
 
 
 def test_an_average_of_parameters() -> None:
     wanted = optax.incremental_update(*(to_array(t, jnp.float32) for t in TREES[:2]), 0.25)
-    same(optim.incremental_update(*TREES[:2], 0.25), wanted)
+    chex.assert_trees_all_close(optim.incremental_update(*TREES[:2], 0.25), wanted)
 
 
 def test_numbers_are_parameters_as_in_optax() -> None:

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.modules import build
+from tests.refusals import refuses
 from unitscale import nn, ops
 from unitscale.optim import independent_weight_decay, muon_axes, umup, umup_rates
 
@@ -246,7 +247,4 @@ WRONG: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("message", "call"), WRONG)
-def test_refusals(message: str, call: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+test_refusals = refuses([(ValueError, call, message) for message, call in WRONG])

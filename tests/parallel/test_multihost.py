@@ -1,17 +1,14 @@
 """Several processes over gloo on the loopback interface, and errors of `initialize`."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
+from tests.parallel.devices import start_two
+from tests.refusals import refuses
 from unitscale.parallel import initialize
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 240  # seconds; a busy machine takes a while to import
 
 WORKER = """
@@ -46,33 +43,9 @@ print("error", np.linalg.norm(mean - exact) / np.linalg.norm(exact), mean.tobyte
 """
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_two_processes() -> None:
-    processes = 2
-    base = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
-    base |= {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // processes}",
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
-        "JAX_NUM_PROCESSES": str(processes),
-        "PYTHONPATH": str(ROOT),
-    }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER],
-            env=base | {"JAX_PROCESS_ID": str(index)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(processes)
-    ]
+    workers = start_two(WORKER, XLA_FLAGS="--xla_force_host_platform_device_count=2")
     try:
         outputs = [worker.communicate(timeout=TIMEOUT) for worker in workers]
     finally:
@@ -92,20 +65,15 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not initialize(process=0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (("localhost:1", 2, None), "process must"),
-        (("localhost:1", 2, 2), "process must"),
-        (("localhost:1", 0, 0), "process must"),
-        ((None, 2, 0), "coordinator must"),
-        (("localhost", 2, 0), "coordinator must"),
-        (("localhost:1", "two", 0), "processes must"),
-    ],
-)
-def test_refusals(arguments: tuple, name: str) -> None:
-    with pytest.raises(ValueError, match=name):
-        initialize(*arguments)
+WRONG: list[tuple[tuple[Any, ...], str]] = [
+    (("localhost:1", 2, None), "process must"),
+    (("localhost:1", 2, 2), "process must"),
+    (("localhost:1", 0, 0), "process must"),
+    ((None, 2, 0), "coordinator must"),
+    (("localhost", 2, 0), "coordinator must"),
+    (("localhost:1", "two", 0), "processes must"),
+]
+test_refusals = refuses([(ValueError, lambda a=a: initialize(*a), name) for a, name in WRONG])
 
 
 def test_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 
 from unitscale.quant import (
@@ -85,34 +84,14 @@ def test_dtypes() -> None:
     np.testing.assert_array_equal(dot(x, x, DENSE), 18)
 
 
-def test_drops_into_layers_of_flax() -> None:
-    x, config, rngs = jax.random.normal(jax.random.key(0), (2, 3, 8)), MatmulConfig(), nnx.Rngs(0)
-    dot, op = dot_general(config), einsum(config)
-    linear = nnx.Linear(8, 4, rngs=rngs)
-    general = nnx.LinearGeneral((8,), (2, 2), rngs=rngs)
-    equation = nnx.Einsum("btk,kn->btn", (8, 4), (4,), rngs=rngs)
-    layers = nnx.split((linear, general, equation))
-    linear.dot_general = general.dot_general = dot
-    equation.einsum_op = op
-    dropped = nnx.split((linear, general, equation))
-    plain, dense = (
-        flax.linen.Dense(4),
-        flax.linen.Dense(4, dot_general=dot_general(MatmulConfig(strategy=Dynamic()))),
-    )
-
-    @jax.jit
-    def run(x):
-        params = dense.init(jax.random.key(1), x)
-        return [
-            [*(layer(x) for layer in nnx.merge(*split)), module.apply(params, x)]
-            for split, module in ((layers, plain), (dropped, dense))
-        ]
-
-    expected, found = run(x)
-    for y, plain in zip(found, expected, strict=True):
-        # Two operands with relative error 2**-4, eight terms.
-        np.testing.assert_allclose(y, plain, atol=2 * 2**-4 * 4)
-        assert not np.array_equal(y, plain)
+def test_drops_into_a_layer_of_linen() -> None:
+    """`nn.convert` puts the same functions into layers of NNX."""
+    x, dot = whole(0, (2, 3, 8)), dot_general(MatmulConfig(strategy=Dynamic()))
+    dense = flax.linen.Dense(4, dot_general=dot)
+    params = {"params": {"kernel": whole(1, (8, 4)), "bias": np.ones(4, np.float32)}}
+    expected = x @ params["params"]["kernel"] + 1
+    np.testing.assert_array_equal(jax.jit(dense.apply)(params, x), expected)
+    assert "f8_e4m3fn" in str(jax.make_jaxpr(dense.apply)(params, x))
 
 
 @pytest.mark.parametrize(

@@ -60,14 +60,16 @@ def loss_of(config: RunConfig, **options: Any) -> float:
     return loss
 
 
+def arrays(tree: Any) -> list[np.ndarray]:
+    """Return the leaves of a tree; of random keys, their data."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    leaves = jax.tree.leaves(tree)
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in leaves]
+
+
 def final_arrays(config: RunConfig) -> list[np.ndarray]:
     """Return the state in a run's last checkpoint."""
-    leaves = jax.tree.leaves(load_trained(config, print)[1])
-    keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    return [
-        np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        for leaf, is_key in zip(leaves, keys, strict=True)
-    ]
+    return arrays(load_trained(config, print)[1])
 
 
 def timeless(folder: Path) -> list[dict]:

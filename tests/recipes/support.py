@@ -148,14 +148,7 @@ def write_tasks(folder: Path, init: Path) -> None:
             "squad": {"max_question_length": 8},
             "dropout": 0.0,
             "optimizer": {"learning_rate": 0.1},
-            "train": {
-                "steps": 4,
-                "eval_every": 100,
-                "eval_batches": 1,
-                "checkpoint_every": 100,
-                "log_every": 100,
-                "runs_dir": str(folder / "runs"),
-            },
+            "train": short_training(folder) | {"steps": 4, "eval_batches": 1},
         }
         (folder / f"{task}.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, PartitionSpec as P
 
+from tests.refusals import refuses
 from unitscale import rules
 from unitscale.rules import Factors, constrain
 from unitscale.rules._elementwise import correlation_kernel
@@ -429,8 +430,5 @@ TYPES = [
 ]
 
 
-def test_errors() -> None:
-    for kind, table in ((ValueError, ERRORS), (TypeError, TYPES)):
-        for call, match in table:
-            with pytest.raises(kind, match=match):
-                call()
+test_values = refuses([(ValueError, *row) for row in ERRORS])
+test_types = refuses([(TypeError, *row) for row in TYPES])

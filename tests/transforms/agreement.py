@@ -29,6 +29,21 @@ def scaled(data: Any, scale: Any = 1.0, dtype: Any = jnp.float16) -> ScaledArray
     return ScaledArray(jnp.asarray(data, dtype), jnp.asarray(scale, jnp.float32))
 
 
+SCALES = (1.0, 2.0**12, 2.0**-12)
+
+
+def at_scales(program: Program) -> Program:
+    """Compute results from plain arguments, and from arguments with each of `SCALES`."""
+
+    def scaled(scale: jax.Array, args: Any) -> Any:
+        return to_array(scalify(program)(*(ScaledArray(a / scale, scale) for a in args)))
+
+    return lambda *args: (
+        program(*args),
+        jax.lax.map(lambda scale: scaled(scale, args), jnp.asarray(SCALES)),
+    )
+
+
 def close(found: Any, expected: Any, rtol: float = 0.0, atol: float = 0.0) -> None:
     """Compare trees of arrays; `atol` is relative to the largest finite element of each."""
     for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -199,21 +199,14 @@ A[jnp.nonzero(MASK, size=5)] | A.at[1].mul(V) | jnp.max(A, axis=1, initial=0.1, 
 A * lax.rsqrt(jnp.mean(A**2, -1, keepdims=True) + 1e-6) | jnp.cross(V[:3], W[:3])
 jnp.convolve(V, W) | jnp.polyval(V, A) | jnp.linalg.norm(A, ord=1, axis=0)
 jnp.linalg.matrix_power(S, 3) | jnp.fft.ifft(jnp.fft.fft(A) * 2).real | jnp.fft.fft2(A).real
-lax.conv_general_dilated(IMAGE, KERNEL, (1, 1), "SAME", dimension_numbers=NHWC)
 jax.scipy.stats.norm.{logpdf cdf}(A) | jax.random.uniform(KEY, (6,), minval=V, maxval=V + 1)
 nn.softmax(A + jax.random.gumbel(KEY, A.shape)) | A[jax.random.randint(KEY, (3,), 0, 4)]
 jax.random.permutation(KEY, A) | A * jax.random.truncated_normal(KEY, -2.0, 2.0, A.shape)
-lax.scan(lambda c, _: (jnp.tanh(c @ M), None), S, length=5)[0]
-lax.scan(lambda c, a: (c + a, c), jnp.zeros(6), A)[1]
 lax.scan(lambda c, a: (c + a * c, c), A[0], A, unroll=2)[0]
 lax.scan(lambda c, a: (lax.scan(lambda d, _: (d * 0.9 + a, d), c, length=2)[0], c), A[0], A)[1]
 lax.scan(lambda c, _: (c * 3, c), A, length=5)[1] | lax.map(lambda a: a / jnp.sum(a**2), A)
 lax.scan(lambda c, _: (steep(c), c), A, length=3)[0] | jax.vjp(jnp.tanh, A)[1](B)[0]
-lax.fori_loop(0, 4, lambda i, c: c * 0.5 + i, A)
-lax.cond(A[0, 0] > 9, jnp.zeros_like, lambda a: a * a, A)
-lax.switch(IDS[1], [jnp.sin, jnp.exp, lambda a: a * a], A)
 jax.checkpoint(lambda x, m: jnp.sin(x @ m) @ m, policy=jax.checkpoint_policies.dots_saveable)(S, M)
-jax.vmap(jax.grad(lambda a: jnp.sum(a**3)))(A)
 jax.vmap(lambda a: lax.scan(lambda c, b: (c + b, c * b), 0.0, a)[1])(A)
 jax.hessian(lambda u: jnp.sum(u**4) + u[0] * u[1])(V) | jnp.mean((nn.gelu(A @ C) @ C.T - A)**2)
 jax.jvp(jax.grad(lambda u: jnp.sum(jnp.sin(u))), (V,), (W,))[1]
@@ -243,7 +236,6 @@ jax.random.categorical(KEY, A)
     (
         {"steps": 512.0, "slow": True},
         """
-(A - A.mean(0)) / jnp.sqrt(A.var(0) + 1e-5)
 lax.fori_loop(0, 5, lambda i, v: (lambda u: u / jnp.linalg.norm(u))(S @ v), jnp.ones(4))
 """,
     ),

@@ -13,7 +13,7 @@ from tests.batching import compute, entry
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import dynamic_rescale, get_data_scale, scalify
 
-from .agreement import HALF, check, close, narrow, scaled
+from .agreement import HALF, SCALES, at_scales, check, close, narrow, scaled
 
 INF, NAN = float("inf"), float("nan")
 X = jnp.asarray([[0.5, -2.0, 3.0, 1.0], [0.0, 1.5, -0.25, 7.0]], jnp.float32)
@@ -49,29 +49,15 @@ INPUTS = {
 }
 
 
-SCALES = (1.0, 2.0**12, 2.0**-12)
-
-
-def plain_and_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute results for every input, plain and with every scale."""
-
-    def scaled(x: jax.Array, scale: jax.Array) -> Any:
-        return to_array(scalify(function)(ScaledArray(x / scale, scale)))
-
-    return lambda xs, scales: (
-        lax.map(function, xs),
-        lax.map(lambda x: lax.map(lambda scale: scaled(x, scale), scales), xs),
-    )
-
-
 def test_same_pattern_of_infinities_and_nans() -> None:
-    args = np.stack(list(INPUTS.values())), np.asarray(SCALES, np.float32)
-    results = compute({name: (plain_and_scaled(f), *args) for name, f in CAREFUL.items()})
-    for name, (plain, at_scales) in jax.device_get(results).items():
+    xs = np.stack(list(INPUTS.values()))
+    programs = {name: (lambda xs, f=f: lax.map(at_scales(f), xs)) for name, f in CAREFUL.items()}
+    results = compute({name: (program, xs) for name, program in programs.items()})
+    for name, (plain, found) in jax.device_get(results).items():
         for i, kind in enumerate(INPUTS):
             for j, scale in enumerate(SCALES):
                 with entry((name, kind, scale)):
-                    close(at_scales[i, j], plain[i], atol=1e-5)
+                    close(found[i, j], plain[i], atol=1e-5)
 
 
 def test_scales_at_the_ends_of_their_range() -> None:

@@ -427,7 +427,6 @@ def test_an_island_of_products_is_asked_for() -> None:
 ROWS = scaled([[1.0, 2.0], [1.0, 3.0]], [[0.5], [16.0]])
 NO_ROWS = scaled(jnp.zeros((0, 2)), jnp.zeros((0, 1)))
 NEAR_ZERO = scaled([0.5, 1.25, 2.0], 2.0**-24)
-TINY_ROWS = [[2.0**-33], [2.0**-38]]
 EIGHT = scaled([1.0, -0.5, 1.5], 0.5, jnp.float8_e4m3fn)
 
 FOUND: dict[str, tuple[Program, Any]] = {

@@ -15,10 +15,9 @@ from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import get_data_scale, scalify
 from unitscale.transforms._interpreter import Interpreter
 
-from .agreement import HALF, close, scaled
+from .agreement import HALF, SCALES, at_scales, close, scaled
 from .table import ENTRIES, Entry, clipped_gradient, steep
 
-SCALES = (1.0, 2.0**12, 2.0**-12)
 EPSILON = float(np.finfo(np.float32).eps)
 QUICK = [name for name, entry in ENTRIES.items() if not entry.slow]
 PARTS = [QUICK[i : i + 32] for i in range(0, len(QUICK), 32)]
@@ -41,20 +40,9 @@ def _both(entry: Entry) -> Any:
     return jax.grad(objective, argnums=tuple(range(len(entry.args))), has_aux=True)
 
 
-def _plain_and_scaled(program: Any) -> Any:
-    def scaled(scale: jax.Array, args: Any) -> Any:
-        return to_array(scalify(program)(*(ScaledArray(a / scale, scale) for a in args)))
-
-    return lambda *args: (
-        program(*args),
-        jax.lax.map(lambda scale: scaled(scale, args), jnp.asarray(SCALES)),
-    )
-
-
 @pytest.mark.parametrize("names", [*PARTS, LONG])
 def test_value_and_gradient(names: list[str]) -> None:
-    programs = {name: _plain_and_scaled(_both(ENTRIES[name])) for name in names}
-    results = compute({name: (programs[name], *ENTRIES[name].args) for name in names})
+    results = compute({n: (at_scales(_both(ENTRIES[n])), *ENTRIES[n].args) for n in names})
     for name, (expected, found) in jax.device_get(results).items():
         for i, scale in enumerate(SCALES):
             with entry(f"{name} at scale {scale}"):

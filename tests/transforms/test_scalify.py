@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
+from tests.refusals import refuses
 from unitscale import ScaledArray, as_scaled, to_array
 from unitscale.transforms import coverage, register, scalify, unlisted
 
@@ -107,21 +108,18 @@ def reshaped(x: jax.Array, n: int, *, order: str = "C") -> jax.Array:
     return x.reshape(n, -1, order=order)
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "error", "match"),
+bad: Any = scalify
+test_bad_input = refuses(
     [
-        (3, {}, TypeError, "int"),
-        (jnp.sin, {"static_scaling": "rms"}, ValueError, "static_scaling"),
-        (jnp.sin, {"static_scaling": 3}, TypeError, "static_scaling"),
-        (scalify(jnp.sin), {"decouple": True}, ValueError, "already"),
-        (reshaped, {"static_argnames": ("n", "m")}, ValueError, "static_argnames .*m"),
-        (reshaped, {"static_argnums": 2}, ValueError, "static_argnums .*2"),
-        (reshaped, {"static_argnums": -3}, ValueError, "static_argnums .*-3"),
-    ],
+        (TypeError, lambda: bad(3), "int"),
+        (ValueError, lambda: bad(jnp.sin, static_scaling="rms"), "static_scaling"),
+        (TypeError, lambda: bad(jnp.sin, static_scaling=3), "static_scaling"),
+        (ValueError, lambda: scalify(scalify(jnp.sin), decouple=True), "already"),
+        (ValueError, lambda: scalify(reshaped, static_argnames=("n", "m")), "static_argnames .*m"),
+        (ValueError, lambda: scalify(reshaped, static_argnums=2), "static_argnums .*2"),
+        (ValueError, lambda: scalify(reshaped, static_argnums=-3), "static_argnums .*-3"),
+    ]
 )
-def test_bad_input(function: Any, options: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        scalify(function, **options)
 
 
 def test_static_arguments_by_position_and_name() -> None:

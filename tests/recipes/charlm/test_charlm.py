@@ -39,20 +39,7 @@ def config_file(tmp_path):
 
 @pytest.mark.slow
 def test_the_study_is_the_paper_s_grid() -> None:
-    found = make_points(load_config(CONFIGS / "charlm" / "full.yaml"))
-    assert len(found) == 360
-    starts = {}
-    for point in found:
-        library, settings = point.values["model.library"], point.config.optimizer
-        assert (library, point.values["precision.policy"]) != ("plain", "fp8")
-        assert settings.multipliers["readout"] == (1.0 if library == "plain" else 4.0)
-        starts[library, settings.name] = settings.learning_rate
-    assert starts == {
-        ("plain", "sgd"): 0.25,
-        ("plain", "adam"): 0.03,
-        ("unitscale", "sgd"): 0.004,
-        ("unitscale", "adam"): 1.0,
-    }
+    assert len(make_points(load_config(CONFIGS / "charlm" / "full.yaml"))) == 360
 
 
 def test_branches_of_attention_have_a_tau_of_their_own(tmp_path) -> None:

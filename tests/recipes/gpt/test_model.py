@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 
 from recipes.config import GPTModelConfig, RunConfig
-from recipes.describe import describe
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.gpt.generate import Writer, draw
@@ -153,42 +152,7 @@ def cached(library: str, **shape: Any) -> Any:
 
 
 def jitted(model: Any) -> Callable[..., Any]:
-    graphdef, state = nnx.split(model)
-
-    @jax.jit
-    def call(state, ids, cache=None):
-        out = nnx.merge(graphdef, state)(ids, cache=cache)
-        return jnp.asarray(out) if cache is None else (jnp.asarray(out[0]), out[1])
-
-    return functools.partial(call, state)
-
-
-IDS = np.array([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]], np.int32)
-LEARNED = {"positions": "learned", "norm": "layer", "mlp": "gated", "tied_readout": True}
-GROUPED = {"kv_heads": 2, "mlp": "gated"}
-
-
-@pytest.mark.parametrize(
-    ("library", "shape"),
-    [
-        ("unitscale", LEARNED),
-        ("plain", GROUPED),
-        pytest.param("unitscale", GROUPED, marks=pytest.mark.slow),
-        pytest.param("plain", LEARNED, marks=pytest.mark.slow),
-    ],
-)
-def test_cached_logits_are_the_uncached_ones(library: str, shape: dict[str, Any]) -> None:
-    model = cached(library, layers=2, **shape)
-    call = jitted(model)
-    expected = np.asarray(call(IDS))
-    prefill, cache = call(IDS[:, :5], model.init_cache(2, 12))  # longer than needed
-    pieces = [prefill]
-    for index in range(5, 8):
-        logits, cache = call(IDS[:, index : index + 1], cache)
-        pieces.append(logits)
-    # float32 sums of at most 64 terms in another order, two layers deep
-    tolerance = 64 * np.finfo(np.float32).eps * np.abs(expected).max()
-    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), expected, atol=tolerance, rtol=0)
+    return functools.partial(nnx.jit(lambda model, ids: jnp.asarray(model(ids))), model)
 
 
 def greedy(model: Any, prompt: str, tokens: int) -> str:
@@ -208,7 +172,7 @@ def greedy(model: Any, prompt: str, tokens: int) -> str:
 PROMPT = "a prompt longer than it"
 
 
-@pytest.mark.parametrize("library", ["plain", pytest.param("unitscale", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("library", ["plain", "unitscale"])
 def test_text_is_that_of_the_uncached_model_also_past_the_context(library: str) -> None:
     model = cached(library, positions="learned")
     writer = Writer(model, BYTES, CONTEXT)
@@ -259,8 +223,8 @@ def test_padding_of_the_vocabulary_is_never_drawn(tied: bool) -> None:
     variable = model.embed.embedding if tied else model.readout.kernel
     padding = np.s_[11:] if tied else np.s_[:, 11:]
     variable.set_value(variable.get_value().at[padding].set(100.0))
-    logits = jitted(model)(IDS % 11)
-    assert logits.shape == (2, 8, 11)
+    logits = jitted(model)(np.arange(8, dtype=np.int32)[None])
+    assert logits.shape == (1, 8, 11)
     assert np.abs(logits).max() < 50
 
 
@@ -319,13 +283,6 @@ def llama(folder: Path, *words: str) -> Any:
     return load_config(LLAMA, [*small, *words])
 
 
-def test_all_matmuls_of_layers_are_in_fp8(folder: Path) -> None:
-    model: Any = build_gpt(llama(folder, "model.remat=none"))
-    ids = jnp.zeros((1, 16), jnp.int32)
-    # Both operands of query, key, value, out, gate, up and down; not of the readout.
-    assert len(conversions(jax.make_jaxpr(model)(ids), "float8_e4m3fn")) == 14
-
-
 @pytest.mark.slow
 def test_it_learns_resumes_and_writes_a_folder(folder: Path) -> None:
     config: RunConfig = llama(folder, "name=whole")
@@ -334,6 +291,7 @@ def test_it_learns_resumes_and_writes_a_folder(folder: Path) -> None:
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[0] == pytest.approx(math.log(300), rel=0.2)
     assert max(losses[-2:]) < losses[0] - 0.5
+    (folder / "model.safetensors").unlink()  # the checkpoint has the weights from here on
     _, state = load_trained(config, pytest.fail)
     kept = jax.tree.leaves(state.params, is_leaf=is_scaled)
     tuned = jax.tree.leaves(load(outcome.folder / "pretrained").params)
@@ -342,22 +300,10 @@ def test_it_learns_resumes_and_writes_a_folder(folder: Path) -> None:
         np.testing.assert_array_equal(own.value, written)
 
 
-@pytest.mark.slow
-def test_a_parameter_has_five_bytes(folder: Path) -> None:
-    """A gradient takes 4 bytes; scales are per array. `describe` does not read the weights."""
-    change_config(folder, hidden_size=512, intermediate_size=1536)
-    facts = describe(llama(folder))
-    assert facts.trained == sum(facts.parameters.values())
-    total = facts.total
-    each = [bytes / facts.trained for bytes in (total.weights, total.optimizer, total.gradients)]
-    assert each == pytest.approx([2, 3, 4], abs=1e-3)
-
-
 WRONG = {
     "lora={}": r"precision\.matmuls .* needs lora null",
     "lora={} precision.matmuls=null": r"precision\.weights",
     "precision.matmuls=qwix": "qwix cannot be combined with init",
-    "model.width=16": r"model\.width: expected 32, as in init",
 }
 
 

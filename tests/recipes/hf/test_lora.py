@@ -54,27 +54,6 @@ def words(folder: Path, init: Path = FOLDER) -> list[str]:
     ]
 
 
-@pytest.mark.slow
-def test_tuned_in_fp8(tmp_path: Path, capsys: Captured) -> None:
-    init = one_layer(copied("gpt2", tmp_path))
-    command = words(tmp_path, init)
-    assert main(["train", *command]) == 0
-    written = tmp_path / "runs" / "finetune" / "pretrained"
-    assert f"the tuned model (Hugging Face format) is in {written}" in capsys.readouterr().out
-    assert {file.name for file in written.iterdir()} == {
-        file.name for file in init.iterdir() if file.name != "reference.npz"
-    }
-    (init / "model.safetensors").unlink()  # the checkpoint has the weights from here on
-    config = load_config(command[0], command[1:])
-    _, state = load_trained(config, pytest.fail)
-    tuned, before = load(written), load(FOLDER)
-    table = tuned.model.embed.embedding[...]
-    np.testing.assert_array_equal(table, state.params["embed"]["embedding"].get_value().value)
-    assert np.abs(table - before.model.embed.embedding[...]).max() > 1e-3
-    assert main(["generate", *command, "--prompt", "line", "--tokens", "3"]) == 0
-    assert capsys.readouterr().out.startswith("line")
-
-
 def test_generation_from_a_folder(tmp_path: Path, capsys: Captured) -> None:
     init = one_layer(copied("gpt2", tmp_path))
     command = ["generate", str(init), "--prompt", "The scale", "--tokens", "6"]
@@ -265,29 +244,6 @@ def test_the_first_function_is_that_of_the_folder(name: str) -> None:
     frozen = by_path(model, Frozen)
     assert {value.dtype.name for value in frozen.values() if value.ndim > 1} == {"bfloat16"}
     assert {value.dtype.name for value in frozen.values() if value.ndim == 1} == {"float32"}
-
-
-def test_an_update_is_added() -> None:
-    """Compare with x (W + alpha / rank a b) + bias and its gradients in float64."""
-    layer = adapted("llama3").layers[0].attention.key
-    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
-    draw = np.random.default_rng(0)
-    x, b, dy = (draw.normal(size=shape) for shape in ((5, 16), (2, 12), (5, 12)))
-    params = jax.tree.map(lambda x: x, params)
-    params["lora_b"].set_value(jnp.asarray(b, jnp.float32))
-
-    @jax.jit
-    def both(params, x, dy):
-        y, pull = jax.vjp(lambda p, x: nnx.merge(graphdef, p, rest)(x), params, x)
-        return y, *pull(dy)
-
-    y, grads, dx = both(params, *(jnp.asarray(array, jnp.float32) for array in (x, dy)))
-    w, a = (np.asarray(p.get_value(), np.float64) for p in (layer.kernel, layer.lora_a))
-    bias = np.asarray(layer.base.bias.get_value(), np.float64)
-    np.testing.assert_allclose(y, x @ (w + 8 * a @ b) + bias, atol=2e-5)
-    np.testing.assert_allclose(dx, dy @ (w + 8 * a @ b).T, atol=2e-5)
-    np.testing.assert_allclose(grads["lora_a"].get_value(), 8 * x.T @ dy @ b.T, atol=1e-4)
-    np.testing.assert_allclose(grads["lora_b"].get_value(), 8 * (x @ a).T @ dy, atol=1e-4)
 
 
 @pytest.mark.parametrize(

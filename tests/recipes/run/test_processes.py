@@ -1,26 +1,28 @@
-"""Worker processes, and runs in two processes that resume after one is lost."""
+"""Worker processes, signals, and runs in two processes that resume after one is lost."""
 
+import json
 import logging
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
+from recipes import train as train_module
+from recipes.cli import main
 from recipes.errors import RecipeError
 from recipes.registry import load_config
 from recipes.run import processes
 from recipes.run.folder import read_metrics
 from recipes.run.pool import each, message_of
 from recipes.run.processes import StopRequest, joined, open_mesh
+from tests.parallel.devices import start_two
 
 from ..conftest import MakeConfig
 from ..dying import level_of_orbax, takes_a_while
@@ -68,6 +70,60 @@ def test_a_message_is_one_line() -> None:
 
 
 ROOT = Path(__file__).parents[3]
+
+
+def test_the_first_signal_is_noted_and_the_second_acts() -> None:
+    # Python's own handler of Ctrl-C, which a process that runs tests for another has not.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with StopRequest() as stop:
+        assert stop.signal is None
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal is signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda s: s.name)
+def test_a_stopped_process_saves(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "recipes", "train", str(config_file)]
+    command += ["train={steps: 1000000, log_every: 1, checkpoint_every: 1000000}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, **pipes)
+    assert process.stdout is not None
+    for line in process.stdout:  # ends when the process does
+        if line.startswith("step 3/"):
+            process.send_signal(number)
+            break
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, err
+    assert f"stopped by {number.name} after step" in out
+    assert "run the same command to resume" in out
+    (saved,) = (tmp_path / "runs" / "tiny" / "checkpoints").iterdir()
+    assert int(saved.name) >= 3
+
+
+@pytest.mark.parametrize(("saved", "said"), [(0, "nothing was trained"), (7, "step 7 is kept")])
+def test_an_interruption_outside_of_the_loop_says_what_is_kept(
+    config_file: Path,
+    saved: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(config: object) -> None:
+        raise KeyboardInterrupt
+
+    if saved:
+        (config_file.parent / f"runs/tiny/checkpoints/{saved}").mkdir(parents=True)
+    monkeypatch.setattr(train_module, "recipe_of", interrupted)
+    assert main(["train", str(config_file)]) == 130
+    assert said in capsys.readouterr().err
+
+
 TIMEOUT = 240  # seconds; a busy machine takes a while to import
 STEPS = 12
 SETTINGS = [
@@ -93,59 +149,35 @@ class Ended(NamedTuple):
     errors: str
 
 
-class Pair:
-    """Run the same command in two processes with one device each."""
-
-    def __init__(self, config: Path, words: list[str]) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        environment = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()} | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
-            "PYTHONFAULTHANDLER": "1",
-            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-            "JAX_NUM_PROCESSES": "2",
-            "JAX_COMPILATION_CACHE_DIR": str(config.with_name("compiled")),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "PYTHONPATH": str(ROOT),
-        }
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", COMMAND, str(config), *SETTINGS, *words],
-                env=environment | {"JAX_PROCESS_ID": str(index)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for index in range(2)
-        ]
-
-    def end(self, index: int) -> Ended:
-        process = self.processes[index]
-        try:
-            output, errors = process.communicate(timeout=TIMEOUT)
-        except subprocess.TimeoutExpired:
-            for one in self.processes:  # to say where it stands
-                one.send_signal(signal.SIGABRT)
-            raise AssertionError([one.communicate() for one in self.processes]) from None
-        said = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
-        return Ended(process.returncode, "\n".join(said), errors)
-
-    def ends(self) -> list[Ended]:
-        return [self.end(index) for index in range(2)]
+Pair = list[subprocess.Popen[str]]
 
 
-Start = Callable[..., Pair]
+def end(pair: Pair, index: int) -> Ended:
+    try:
+        output, errors = pair[index].communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        for one in pair:  # to say where it stands
+            one.send_signal(signal.SIGABRT)
+        raise AssertionError([one.communicate() for one in pair]) from None
+    said = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
+    return Ended(pair[index].returncode, "\n".join(said), errors)
+
+
+def ends(pair: Pair) -> list[Ended]:
+    return [end(pair, index) for index in range(2)]
 
 
 @pytest.fixture
-def start(config_file: Path) -> Iterator[Start]:
-    running: list[subprocess.Popen[str]] = []
+def start(config_file: Path) -> Iterator[Callable[..., Pair]]:
+    """Run the same command in two processes with one device each."""
+    running: Pair = []
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(config_file.with_name("compiled"))}
+    cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
     def start(*words: str) -> Pair:
-        pair = Pair(config_file, list(words))
-        running.extend(pair.processes)
+        command, options = (str(config_file), *SETTINGS, *words), {"PYTHONFAULTHANDLER": "1"}
+        pair = start_two(COMMAND, *command, XLA_FLAGS="", **cache, **options)
+        running.extend(pair)
         return pair
 
     yield start
@@ -164,15 +196,21 @@ def saved(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
+def sums(folder: Path) -> dict[str, list[Any]]:
+    """Return dtype, shape and checksum of the last checkpoint's arrays, by name."""
+    facts = folder / f"checkpoints/{STEPS}/facts/metadata"
+    return json.loads(facts.read_text("utf-8"))["arrays"]
+
+
 @pytest.mark.slow
-def test_lost_processes(start: Start, config_file: Path) -> None:
+def test_lost_processes(start: Callable[..., Pair], config_file: Path) -> None:
     """Kill one process, later suspend one, later kill the first: resumed runs end the same.
 
     Each process holds and saves half of every matrix.
     """
     runs = Path(load_config(config_file).train.runs_dir)
     cut = ("mesh={data: 1, fsdp: 2}", "model.width=64")
-    whole = start("name=whole", *cut).ends()
+    whole = ends(start("name=whole", *cut))
     assert [one.code for one in whole] == [0, 0], whole
     assert "validation loss" in whole[0].output
     assert whole[1].output == ""  # one voice
@@ -181,18 +219,19 @@ def test_lost_processes(start: Start, config_file: Path) -> None:
     for step, victim, blow in blows:
         pair = start("name=lost", *cut, "--heartbeat", "5")
         while all(row[0] < step for row in losses(folder)):
-            assert pair.processes[victim].poll() is None, pair.ends()
+            assert pair[victim].poll() is None, ends(pair)
             time.sleep(0.01)
         before = saved(folder)
-        pair.processes[victim].send_signal(blow)
-        left = pair.end(1 - victim)
+        pair[victim].send_signal(blow)
+        left = end(pair, 1 - victim)
         assert left.code not in (0, -signal.SIGKILL)
-        pair.processes[victim].kill()
-        assert pair.end(victim).code == -signal.SIGKILL
+        pair[victim].kill()
+        assert end(pair, victim).code == -signal.SIGKILL
         assert saved(folder)[-1] >= before[-1] > 0
-    ended = start("name=lost", *cut).ends()
+    ended = ends(start("name=lost", *cut))
     assert [one.code for one in ended] == [0, 0], ended
     assert losses(folder) == losses(runs / "whole")
+    assert sums(folder) == sums(runs / "whole")
     assert saved(folder) == [STEPS - 1, STEPS]
 
 

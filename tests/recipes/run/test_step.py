@@ -12,7 +12,6 @@ from flax import nnx
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.run import processes
 from recipes.run.processes import divided, on_mesh, open_mesh, over, place, place_batch, whole
 from recipes.run.state import TrainState, init_state
 from recipes.run.step import make_evaluation, make_loss, make_train_step
@@ -22,18 +21,12 @@ from unitscale.parallel import make_mesh
 from unitscale.quant import QuantState
 
 from ..conftest import MakeConfig, write_config
-from ..runs import loss_of
+from ..runs import arrays
 
 GOOD, BAD = (np.full((4, 17), i, np.int32) for i in (1, 2))
 DEVICES = 4
 ON_FOUR = ("mesh.data=4",)
 SLOW = pytest.mark.slow
-
-
-def arrays(tree: Any) -> list[np.ndarray]:
-    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(tree)]
-    leaves = zip(jax.tree.leaves(tree), keys, strict=True)
-    return [np.asarray(jax.random.key_data(x) if is_key else x) for x, is_key in leaves]
 
 
 def weights(state: TrainState) -> list[np.ndarray]:
@@ -131,25 +124,6 @@ WIDE = ("data.batch_size=8", "model.width=32", "model.dropout=0.0")
 
 
 @pytest.mark.slow
-def test_gradients_in_8_bits_train_as_those_in_float32(make_config: MakeConfig) -> None:
-    sgd = "optimizer={name: sgd, b1: 0.0, learning_rate: 0.1, umup: false}"
-    settings = (*WIDE, sgd, *ON_FOUR)
-    full, wide = exchange(make_config(*settings, "precision.exchange=float32"))
-    few, narrow = exchange(make_config(*settings, "precision.exchange=float8_e4m3fn"))
-    left, _ = exchange(make_config(*settings))
-    np.testing.assert_allclose(left, full, rtol=1e-5)  # a mean of means is the mean
-    first = init_state(make_config(*settings))[2]
-    # Two roundings of at most 2^-4 each to nearest, and no more as the steps go on.
-    assert 0 < distance(narrow, wide) < 2 * 2**-4 * distance(first, wide)
-    assert few != full
-    assert few == pytest.approx(full, rel=1e-2)
-    assert narrow.auto is not None
-    mus = [float(mu) for mu in jax.tree.leaves(narrow.auto.mu)]
-    assert mus == [pytest.approx(2 ** (4 / 1000))] * len(mus)  # nothing overflows: it grows
-    assert wide.auto is None
-
-
-@pytest.mark.slow
 def test_a_unit_scaled_step_by_sgd_is_that_of_the_compiler(make_config: MakeConfig) -> None:
     """Scaling factors use the global batch size, however the batch is sharded."""
     settings = (*WIDE, "model.library=unitscale", "optimizer={name: sgd, learning_rate: 0.01}")
@@ -199,20 +173,6 @@ def test_dropout_differs_between_devices(make_config: MakeConfig) -> None:
         moved = zip(arrays(after.rest), before, strict=True)
         assert any(a.tobytes() != b.tobytes() for a, b in moved)
     assert losses[0] != pytest.approx(losses[1], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_scales_that_follow_amax_see_all_devices(make_config: MakeConfig) -> None:
-    library = ["model.library=unitscale", "optimizer.umup=true", "precision.policy=fp8_delayed"]
-    config = make_config(*WIDE, *library, *ON_FOUR, "precision.exchange=float32")
-    _, many = exchange(config, steps=1)
-    _, one = exchange(make_config(*WIDE, *library, *ON_FOUR), steps=1)
-    mine, theirs = (
-        np.stack([own.get_value().scale for _, own in nnx.to_flat_state(amax)])
-        for amax in (nnx.filter_state(state.rest, AmaxState) for state in (many, one))
-    )
-    assert np.all(mine < 1)  # they have moved
-    np.testing.assert_array_equal(mine, theirs)
 
 
 def amax(state: TrainState) -> list[QuantState]:
@@ -272,29 +232,6 @@ MESH = "mesh={data: 2, fsdp: 2, tensor: 2}"
 OURS = ("model.library=unitscale", "optimizer.umup=true", "model.dropout=0.0")
 BATCH = np.zeros((4, 17), np.int32)
 WIDER = "model.width=64"  # so that matrices are large enough to be cut
-
-
-@pytest.mark.slow
-def test_a_run_on_a_mesh_is_that_of_one_device_and_resumes(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = loss_of(make_config(WIDER, "name=one"))
-    many = loss_of(make_config(WIDER, "name=many", MESH))
-    assert many == pytest.approx(one, rel=1e-5)
-    config = make_config(WIDER, "name=halves", MESH)
-    batches, real = [], processes.place_batch
-
-    def stop_after_four(batch, mesh):
-        batches.append(batch)
-        if len(batches) == 5:
-            raise KeyboardInterrupt
-        return real(batch, mesh)
-
-    monkeypatch.setattr(processes, "place_batch", stop_after_four)
-    with pytest.raises(KeyboardInterrupt):
-        loss_of(config)
-    monkeypatch.setattr(processes, "place_batch", real)
-    assert loss_of(config) == many
 
 
 @pytest.mark.parametrize(
