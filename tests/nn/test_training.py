@@ -139,6 +139,7 @@ def test_decorators_and_modes_are_those_of_flax() -> None:
     assert all((v.get_value().counts[0, 1] > 0) for _, v in nn.amax_states(delayed))
 
 
+@pytest.mark.slow
 def test_accumulation_is_one_step_of_the_history() -> None:
     microbatches = [X, X * 64, X / 64]
     model, whole = Net(), Net()

@@ -205,6 +205,7 @@ GRADIENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pairs", "options"), GRADIENTS)
 def test_gradients_are_positive_constants_times_the_true_ones(pairs: Pairs, options: dict) -> None:
     config, inputs = shape(**options), batch() if pairs != "none" else batch()[:5]

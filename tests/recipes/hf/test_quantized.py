@@ -24,6 +24,7 @@ SCHEMES = {
     "channel": {"quant_method": "compressed-tensors", "format": "float-quantized"},
     "tensor": {"quant_method": "fp8", "activation_scheme": "static"},
 }
+CASES = ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("channel", "tensor"))]
 
 
 def is_linear(name: str) -> bool:
@@ -66,7 +67,7 @@ def published(tmp_path: Path, scheme: str, without: str = "-") -> tuple[Path, Pa
     return folder, plain
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", CASES)
 def test_published_folders_are_read(scheme: str, tmp_path: Path) -> None:
     folder, plain = published(tmp_path, scheme)
     (ids, *_), _ = reference(FIXTURES / "llama3")
@@ -80,7 +81,7 @@ def test_published_folders_are_read(scheme: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(jax.jit(kept)(ids), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", CASES)
 def test_folders_are_written_and_read_again(scheme: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = CliRunner().invoke(
