@@ -36,6 +36,7 @@ def test_every_closed_form_is_met_within_one_percent(name) -> None:
     assert low <= found.factors.fwd <= high
 
 
+@pytest.mark.slow
 def test_the_closed_form_is_given_where_it_is_recognized() -> None:
     for name in ("matmul", "softmax", "add", "gelu"):
         fn, example, rule = CLOSED[name]

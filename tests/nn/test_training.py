@@ -242,6 +242,7 @@ class WithNumber(Net):
         return super().__call__(x), 0.0
 
 
+@pytest.mark.slow
 def test_calibration_without_a_loss_is_forward_only() -> None:
     model, alone = WithNumber(), Net()
     nn.calibrate(model, iter([X]))

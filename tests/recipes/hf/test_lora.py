@@ -377,7 +377,8 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama3"])
 def test_an_adapter_is_written_and_read_back(name: str, tmp_path: Path) -> None:
     """Reading into a new model's updates is exact; merging into weights gives the same function."""
     model, lora = updated(name), LORAS[name]

@@ -24,7 +24,6 @@ SCHEMES = {
     "channel": {"quant_method": "compressed-tensors", "format": "float-quantized"},
     "tensor": {"quant_method": "fp8", "activation_scheme": "static"},
 }
-CASES = ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("channel", "tensor"))]
 
 
 def is_linear(name: str) -> bool:
@@ -67,7 +66,9 @@ def published(tmp_path: Path, scheme: str, without: str = "-") -> tuple[Path, Pa
     return folder, plain
 
 
-@pytest.mark.parametrize("scheme", CASES)
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(s, marks=[pytest.mark.slow] * (s != "block")) for s in SCHEMES]
+)
 def test_published_folders_are_read(scheme: str, tmp_path: Path) -> None:
     folder, plain = published(tmp_path, scheme)
     (ids, *_), _ = reference(FIXTURES / "llama3")
@@ -81,7 +82,8 @@ def test_published_folders_are_read(scheme: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(jax.jit(kept)(ids), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("scheme", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_folders_are_written_and_read_again(scheme: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = CliRunner().invoke(
