@@ -70,6 +70,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 def test_values_and_derivatives_are_those_of_float64() -> None:
     x = X.astype(np.float32).astype(np.float64)
 

@@ -209,6 +209,7 @@ def test_scales_of_the_inputs_of_a_served_model() -> None:
     assert error < 3 * 2 * 2**-4
 
 
+@pytest.mark.slow
 def test_stacked_layers_have_a_scale_each() -> None:
     stack = nnx.vmap(lambda key: nnx.Linear(16, 16, rngs=nnx.Rngs(key)))(
         jax.random.split(jax.random.key(0), 3)

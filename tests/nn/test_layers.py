@@ -193,6 +193,7 @@ def trained(policy: str = "float16", **options: Any) -> tuple[Decoder, nn.Optimi
     return model, nn.Optimizer(model, tx, wrt=nnx.Param)
 
 
+@pytest.mark.slow
 def test_strict_promotion_of_a_step() -> None:
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         assert nnx.eval_shape(step, *trained("bfloat16", tied=True)).dtype == jnp.float32

@@ -23,13 +23,14 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(4, 6, 8)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "scan"),
     [
         ({"fsdp": 4}, True),
-        pytest.param({"fsdp": 2, "context": 2}, False, marks=pytest.mark.slow),
-        pytest.param({"fsdp": 4}, False, marks=pytest.mark.slow),
-        pytest.param({"fsdp": 2, "tensor": 2}, True, marks=pytest.mark.slow),
+        ({"fsdp": 2, "context": 2}, False),
+        ({"fsdp": 4}, False),
+        ({"fsdp": 2, "tensor": 2}, True),
     ],
     ids=str,
 )
@@ -56,6 +57,7 @@ def test_a_stack_brings_weights_to_activations(axes: dict[str, int], scan: bool)
         assert sum(c.kind == "all-to-all" for c in collectives(text)) <= 2
 
 
+@pytest.mark.slow
 def test_weights_and_gradients_travel_in_few_bits() -> None:
     """FP8 weights are gathered once, and their gradients are summed in the format asked for."""
     layers = {"activation": "silu_glu", "norm": "rms", "use_bias": False, "policy": "fp8"}
@@ -95,11 +97,13 @@ def test_weights_and_gradients_travel_in_few_bits() -> None:
         jax.eval_shape(partial(gradients, "bfloat16"), params, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "stacks"),
     [
         ("float32", 0),
-        *(pytest.param(p, 1, marks=pytest.mark.slow) for p in ("float32", "fp8_delayed")),
+        ("float32", 1),
+        ("fp8_delayed", 1),
     ],
 )
 def test_a_language_model_on_explicit_axes(policy: str, stacks: int) -> None:

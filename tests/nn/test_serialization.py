@@ -111,6 +111,7 @@ def test_layers_of_any_batch() -> None:
     np.testing.assert_allclose(exported.call(x), program(x), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_models_as_arguments_closed_over_and_in_a_train_state() -> None:
     x = as_scaled(jnp.asarray(X), dtype=jnp.float16)
     dense = nnx.Linear(4, 2, rngs=nnx.Rngs(0))

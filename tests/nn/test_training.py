@@ -118,6 +118,7 @@ def test_decorators_and_modes_are_those_of_flax() -> None:
     assert all((v.get_value().counts[0, 1] > 0) for _, v in nn.amax_states(delayed))
 
 
+@pytest.mark.slow
 def test_accumulation_is_one_step_of_the_history() -> None:
     microbatches = [X, X * 64, X / 64]
     model, whole = Net(), Net()
@@ -221,6 +222,7 @@ class WithNumber(Net):
         return super().__call__(x), 0.0
 
 
+@pytest.mark.slow
 def test_calibration_without_a_loss_is_forward_only() -> None:
     model, alone = WithNumber(), Net()
     nn.calibrate(model, iter([X]))

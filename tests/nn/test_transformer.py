@@ -193,6 +193,7 @@ def saved(loss, params) -> list[jax.ShapeDtypeStruct]:
     return jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(loss, params)[1], params))
 
 
+@pytest.mark.slow
 def test_remat_changes_no_number() -> None:
     """Values, gradients and dropout masks are equal, and less is saved for the backward pass."""
     losses, sizes = [], []
@@ -208,7 +209,8 @@ def test_remat_changes_no_number() -> None:
     assert sizes == sorted(set(sizes), reverse=True)
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
 def test_remat_saves_quantized_inputs(scan: bool) -> None:
     """One byte for each input of a matmul; the gradient is the same."""
     x, losses, sizes = jnp.asarray(X, jnp.bfloat16), [], []
@@ -225,9 +227,8 @@ def test_remat_saves_quantized_inputs(scan: bool) -> None:
     assert sizes[0] in (2 * x.size // WIDTH * (n * WIDTH + 24) for n in (4, 5))
 
 
-@pytest.mark.parametrize(
-    ("activation", "devices"), [("silu_glu", 2), pytest.param("gelu", 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("activation", "devices"), [("silu_glu", 2), ("gelu", 4)])
 def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
     """The forward pass sums over devices, without gathering matrices, heads or hidden units."""
     mesh = mesh_of(tensor=devices)
@@ -324,7 +325,8 @@ def test_conversion_both_ways() -> None:
     np.testing.assert_array_equal(ours.layers.mlp.up.kernel[...], np.stack(kernels))
 
 
-@pytest.mark.parametrize("policy", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["float32", "float16"])
 def test_decoding_gives_what_the_uncached_stack_gives(policy: str) -> None:
     options = {"policy": policy, "rotary_base": 100.0, "num_kv_heads": 1, "max_length": TIME}
     options["local_window_size"] = 3

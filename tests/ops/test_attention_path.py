@@ -222,12 +222,13 @@ IDS = jnp.repeat(jnp.arange(4), 32)[None] + jnp.asarray([[0], [1]])
 WINDOW = {"local_window_size": (20, 0), "mask": (IDS[:, :, None] == IDS[:, None])[:, None]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "shape", "options"),
     [
         ((True,), (), {}),
-        slow((True, 20, IDS), (), WINDOW),
-        slow((False,), (1, 256), {}),  # one head of keys
+        ((True, 20, IDS), (), WINDOW),
+        ((False,), (1, 256), {}),  # one head of keys
     ],
     ids=["causal", "window and segments", "one head"],
 )
@@ -247,12 +248,13 @@ def test_splash_under_vmap() -> None:
     assert_close([found[0]], of_one_device()[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "axes"),
     [
         (mesh_of, {"data": 2, "tensor": 2}),
-        slow(explicit_mesh, {"fsdp": 2, "context": 2}),
-        slow(explicit_mesh, {"x": 2}),
+        (explicit_mesh, {"fsdp": 2, "context": 2}),
+        (explicit_mesh, {"x": 2}),
     ],
 )
 def test_splash_on_each_device(axes: dict[str, int], make: Any) -> None:

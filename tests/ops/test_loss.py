@@ -520,14 +520,13 @@ def test_every_device_has_as_many_logits_as_one_would(
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "reduction", "axes", "spec"),
     [
-        slow(None, "mean", {"data": 4}, P("data")),
+        (None, "mean", {"data": 4}, P("data")),
         (None, "none", {"context": 8}, P()),  # which does not divide 6 tokens
-        slow(
-            MatmulConfig(cotangent="e5m2"), "none", {"fsdp": 2, "context": 2}, P("fsdp", "context")
-        ),
+        (MatmulConfig(cotangent="e5m2"), "none", {"fsdp": 2, "context": 2}, P("fsdp", "context")),
         (MatmulConfig(strategy=DELAYED), "mean", {"data": 2, "context": 2}, P("data")),
         (None, "mean", {"fsdp": 4}, P("fsdp")),  # which divides classes
     ],

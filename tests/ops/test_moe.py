@@ -195,7 +195,8 @@ def test_attached_losses() -> None:
 EACH = np.float32([1, 1, 4, 4]).reshape(4, 1, 1)
 
 
-@pytest.mark.parametrize("scale", [None, slow(EACH)], ids=["plain", "scaled"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [None, EACH], ids=["plain", "scaled"])
 def test_inside_of_shard_map_each_device_has_its_experts(scale) -> None:
     """Also with a sharded batch, gradients averaged over devices equal those of one device."""
     x, kernel, up, down = (jnp.asarray(a, jnp.float32) for a in normal("manual", *shapes(4)))

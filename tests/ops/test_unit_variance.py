@@ -219,6 +219,7 @@ LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, tuple[float, f
 }
 
 
+@pytest.mark.slow
 def test_inside_batch_size_gradients_of_several_calls_have_one_constant() -> None:
     """The constant of a call with so many items; without it, that of the number of items."""
 

@@ -136,12 +136,9 @@ def test_bad_steps_are_skipped_and_mistakes_are_refused() -> None:
         jax.vmap(lambda g: all_reduce(g, "data"), axis_name="data")({"w": narrow})
 
 
-@pytest.mark.parametrize(
-    ("policy", "scan"),
-    [("fp8_delayed", True),
-     *(pytest.param(policy, scan, marks=pytest.mark.slow)
-       for policy in ("float32", "bfloat16", "fp8") for scan in (False, True))],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("policy", ["float32", "bfloat16", "fp8", "fp8_delayed"])
 def test_models(policy: str, scan: bool) -> None:
     """Gradients of a model are those in float32, rounded; amax state is not."""
     x = jnp.asarray(numbers(3, 2, 6, 16))

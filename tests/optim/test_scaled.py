@@ -222,6 +222,7 @@ def test_an_8_bit_second_moment_follows_its_mean_only_if_rounded_at_random(round
         assert 0.0625 < mean < 0.0625 * (1 + (2**-3) ** 2 / 2 / 0.05)
 
 
+@pytest.mark.slow
 def test_scales_chosen_together_on_a_gpu_are_those_chosen_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

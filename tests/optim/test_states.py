@@ -238,6 +238,7 @@ TARGETS: dict[str, tuple[Any, float]] = {
 }
 
 
+@pytest.mark.slow
 def test_converted_numbers_are_those_of_the_source_rounded_once() -> None:
     """Convert between all pairs of formats, and continue training from each."""
     shapes = jax.tree.map(jnp.asarray, TREE)

@@ -103,6 +103,7 @@ def test_experts_are_divided_among_devices() -> None:
     assert own["moe"].spec == P("expert", None, None)
 
 
+@pytest.mark.slow
 def test_scales_are_cut_as_their_data() -> None:
     x = jnp.ones((64, 256))
     blocks = quantize(x, "float8_e4m3fn", Block(32, 2))

@@ -115,9 +115,10 @@ def test_gradients_of_matrices_in_a_row(names: tuple[str, str]) -> None:
         assert relative_error(got, wanted) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounding", "auto"),
-    [pytest.param("nearest", False, marks=pytest.mark.slow), ("stochastic", True)],
+    [("nearest", False), ("stochastic", True)],
 )
 def test_fp8_exchange_trains_alike(rounding: Any, auto: bool) -> None:
     """With SGD, changes of weights have the relative error of the gradients.
@@ -138,6 +139,7 @@ def test_fp8_exchange_trains_alike(rounding: Any, auto: bool) -> None:
         np.testing.assert_allclose(list(jax.tree.leaves(state.auto)), mu, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_scaled_optimizer() -> None:
     """Weights are float16 ScaledArrays; moments and the exchange of gradients are in FP8."""
     optimizer = scaled(optax.adam(1e-2))

@@ -73,6 +73,7 @@ def test_layouts_do_not_change_a_matmul(
         np.testing.assert_array_equal(np.float32(found), np.float32(expected))
 
 
+@pytest.mark.slow
 def test_kernels_for_blocks_multiply_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Blackwell, MXFP8 and NVFP4 operands go to `jax.nn.scaled_matmul` in its layout."""
     calls = []

@@ -115,6 +115,7 @@ def test_every_use_of_a_layer_counts() -> None:
     np.testing.assert_array_equal(stacked.scale, expected)
 
 
+@pytest.mark.slow
 def test_amax_is_global_over_devices() -> None:
     """The largest entry is on one device, under the partitioner and under shard_map."""
     mesh = mesh_of(data=4, model=2)

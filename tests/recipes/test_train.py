@@ -102,6 +102,7 @@ def test_what_a_run_leaves_behind(finished) -> None:
     assert "loss.png" in last
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_last_steps_repeats_them(
     finished, again: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
@@ -122,7 +123,8 @@ def test_a_run_that_lost_its_last_steps_repeats_them(
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 
 
-@pytest.mark.parametrize("tolerated", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("tolerated", [0, 2])
 def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolerated: int) -> None:
     """The learning rate explodes after a good checkpoint; values are checked every 100 steps."""
     config = make_config(
@@ -162,6 +164,7 @@ def test_a_last_update_that_ruins_the_weights_is_an_error(
     assert caught.value.exit_code == 1
 
 
+@pytest.mark.slow
 def test_the_layer_that_broke_is_named(finished, again: MakeConfig) -> None:
     """With an infinite weight in a checkpoint, the message names its layer."""
     config = again()
@@ -196,6 +199,7 @@ def test_the_step_is_that_of_plain_jax(make_config: MakeConfig) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), expected, new.params)
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made_and_a_disk_that_fills_up(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +218,7 @@ def test_a_folder_that_cannot_be_made_and_a_disk_that_fills_up(
     assert caught.value.exit_code == 1
 
 
+@pytest.mark.slow
 def test_trains_outside_the_main_thread(make_config: MakeConfig) -> None:
     """Only the main thread can handle signals, but a notebook may train in another thread."""
     output = io.StringIO()
@@ -239,6 +244,7 @@ def test_evaluate_and_generate(finished, capsys: Captured) -> None:
     assert capsys.readouterr().out == greedy
 
 
+@pytest.mark.slow
 def test_a_run_is_used_with_its_own_tokenizer(config_file: Path, capsys: Captured) -> None:
     words = [str(config_file), "data.tokenizer={kind: bpe, vocab: 300}", "model.vocab=300"]
     config = load_config(words[0], words[1:])

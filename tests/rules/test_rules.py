@@ -178,6 +178,7 @@ def test_inside_of_shard_map_over_some_axes() -> None:
     np.testing.assert_allclose(found, [numbers()] * 4, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_functions_are_evaluated_once_and_not_kept() -> None:
     calls, held = [], []
 

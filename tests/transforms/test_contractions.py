@@ -137,6 +137,7 @@ CHAINS: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_chains_of_products_neither_overflow_nor_drift() -> None:
     check({name: (f, *narrow(args)) for name, (f, args) in CHAINS.items()}, atol=20 * HALF)
     step, (x, w) = jax.jit(scalify(jnp.matmul)), narrow(POSITIVE)

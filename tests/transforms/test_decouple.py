@@ -115,6 +115,7 @@ PROGRAMS: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 def test_programs() -> None:
     data = np.random.default_rng(0).uniform(0.25, 2.0, (4, 8))
     # Narrow in the first case alone; the sum of three rounded numbers is within two of its ulps.

@@ -109,6 +109,7 @@ def test_parallel(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses[0]["loss"] != losses[1]["loss"] == pytest.approx(losses[0]["loss"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and scores are made up, by format and seed, instead of trained."""
     score, seen = {"float32": 0.8, "float16": 0.79, "fp8": 0.5}, []

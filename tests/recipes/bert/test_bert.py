@@ -138,6 +138,7 @@ def test_the_answer_says_what_was_done_to_the_pair(path: Path, pairs: str) -> No
     assert all(agree[1]) if ordered else np.mean(agree[1]) < 0.5
 
 
+@pytest.mark.slow
 def test_masks_are_drawn_anew_each_epoch_and_fixed_in_validation(path: Path) -> None:
     data = load(path, "data.max_bytes=1500", "data.batch_size=1")
     epoch = len(data.examples(training=True)[0].source)
@@ -195,6 +196,7 @@ GRADIENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pairs", "options"), GRADIENTS)
 def test_gradients_are_positive_constants_times_the_true_ones(pairs: Pairs, options: dict) -> None:
     config, inputs = shape(**options), batch() if pairs != "none" else batch()[:5]

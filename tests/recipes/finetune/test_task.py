@@ -113,6 +113,7 @@ def test_sentences_are_learned_and_scored(folder: Path, capsys: pytest.CaptureFi
     assert unmoved(tuned(folder, "squad", *words[1:])) == []
 
 
+@pytest.mark.slow
 def test_weights_of_the_encoder_are_those_of_the_run(folder: Path) -> None:
     """They are not committed to a device; otherwise the second step would compile again."""
     config = tuned(folder, "classification")

@@ -228,6 +228,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(tied: bool) -> None:
     assert np.abs(logits).max() < 50
 
 
+@pytest.mark.slow
 def test_a_prompt_is_read_from_its_last_document() -> None:
     model = cached("unitscale", document_end=ord("."))
     writer = Writer.of_run(model, BYTES, 6)

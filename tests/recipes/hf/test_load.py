@@ -57,12 +57,12 @@ def same_files(one: Path, other: Path) -> set[str]:
     return names
 
 
-# Their family and parts are those of others too.
-SLOW = ("llama2", "mistral", "qwen2", "qwen3", "bert-mlm", "roberta-mlm")
+# The other folders have the families and parts of these.
+FAST = ("gpt2", "llama3", "bert-classes", "modernbert-mlm")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in FOLDERS]
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in FAST)) for x in FOLDERS]
 )
 def test_logits_and_files_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     inputs, expected = reference(FIXTURES / name)
@@ -161,6 +161,7 @@ def old_bert(old: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 OLD = [("gpt2", bare_gpt2), ("llama3", bare_llama), ("bert-mlm", old_bert)]
 
 
+@pytest.mark.slow
 def test_files_of_old_versions(tmp_path: Path) -> None:
     """Old files load the same parameters, and are written back unchanged."""
     for name, change in OLD:
@@ -198,7 +199,10 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "task", "modules"), HEADS)
+@pytest.mark.parametrize(
+    ("name", "task", "modules"),
+    [HEADS[0], *(pytest.param(*h, marks=pytest.mark.slow) for h in HEADS[1:])],
+)
 def test_a_new_head(name: str, task: Any, modules: tuple[str, ...], tmp_path: Path) -> None:
     drawn = {f"{module}.{part}" for module in modules for part in ("weight", "bias")}
     with pytest.raises(RecipeError, match=rf"task {task}; {min(drawn)[:9]}.* a new head"):

@@ -246,9 +246,10 @@ def test_the_first_function_is_that_of_the_folder(name: str) -> None:
     assert {value.dtype.name for value in frozen.values() if value.ndim == 1} == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "bits"),
-    [("float8_e4m3fn", 4), pytest.param("float8_e5m2", 3, marks=pytest.mark.slow)],
+    [("float8_e4m3fn", 4), ("float8_e5m2", 3)],
 )
 def test_a_base_in_fp8(base: str, bits: int) -> None:
     """FP8 base weights take one byte, have power-of-two scales per output, and are rounded.
@@ -332,7 +333,8 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama3"])
 def test_an_adapter_is_written_and_read_back(name: str, tmp_path: Path) -> None:
     """Reading into a new model's updates is exact; merging into weights gives the same function."""
     model, lora = updated(name), LORAS[name]

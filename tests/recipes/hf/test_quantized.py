@@ -66,7 +66,9 @@ def published(tmp_path: Path, scheme: str, without: str = "-") -> tuple[Path, Pa
     return folder, plain
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(s, marks=[pytest.mark.slow] * (s != "block")) for s in SCHEMES]
+)
 def test_published_folders_are_read(scheme: str, tmp_path: Path) -> None:
     folder, plain = published(tmp_path, scheme)
     (ids, *_), _ = reference(FIXTURES / "llama3")
@@ -80,6 +82,7 @@ def test_published_folders_are_read(scheme: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(jax.jit(kept)(ids), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_folders_are_written_and_read_again(scheme: str, tmp_path: Path) -> None:
     out = tmp_path / "out"

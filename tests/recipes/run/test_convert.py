@@ -176,20 +176,16 @@ def kept(config: RunConfig) -> tuple[str, dict[tuple[Any, ...], np.ndarray]]:
     return str(run), by_path(state.params)
 
 
-SLOW = {
+RUNS = {
+    "scalify": ("precision=scalify_float16",),
     "plain": (),
     "scanned": (*OURS, "model.scan=true"),
     "6 bytes": (*OURS, "precision.weights=float16", "precision.min_size=0"),
 }
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(("precision=scalify_float16",), id="scalify"),
-        *(pytest.param(words, id=name, marks=pytest.mark.slow) for name, words in SLOW.items()),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", RUNS.values(), ids=RUNS)
 def test_weights_are_those_of_the_run(make_config: MakeConfig, words: tuple[str, ...]) -> None:
     folder, expected = kept(make_config(*words))
     found = weights(build(make_config(*words, f"init={folder}", "name=next", "seed=7")))

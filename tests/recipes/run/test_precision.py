@@ -153,6 +153,7 @@ def same(one: TrainState, other: TrainState) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(*kept, strict=True))
 
 
+@pytest.mark.slow
 def test_a_constant_loss_scale_changes_no_bit(make_config: MakeConfig) -> None:
     """The loss scale is a power of two, and nothing underflows."""
     ended = []
@@ -252,7 +253,8 @@ PARAMS = {"kernel": jnp.full((3, 4), 2.0), "gain": jnp.full((4,), 2.0)}
 GRADS = jax.tree.map(lambda p: jnp.full_like(p, 3.0), PARAMS)
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("adamw", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_updates_are_counted(name: str) -> None:
     config = make({"weights": "float16", "moments": ["float16"] * 2}, name=name, clip_norm=1.0)
     optimizer = make_optimizer(config, params_of())

@@ -134,6 +134,7 @@ def test_a_unit_scaled_step_by_sgd_is_that_of_the_compiler(make_config: MakeConf
     assert distance(ours, theirs) < 1e-5 * distance(ours, first)
 
 
+@pytest.mark.slow
 def test_a_step_over_fsdp_is_that_of_one_device(make_config: MakeConfig) -> None:
     """Weights are gathered in FP8, as matmuls round them, and gradients summed in FP8."""
     words = ("model.width=64", "model.dropout=0.0", "data.batch_size=8", "precision=fp8_5_bytes")
@@ -190,11 +191,13 @@ def stepped(config: GPTConfig, ids: np.ndarray, steps: int) -> tuple[TrainState,
     return first, values, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [
         ("fp8_delayed", "bfloat16"),
-        *(pytest.param(*row, marks=SLOW) for row in (("float32", None), ("fp8", "float8_e4m3fn"))),
+        ("float32", None),
+        ("fp8", "float8_e4m3fn"),
     ],
 )
 def test_micro_batches_make_the_step_of_the_whole_batch_also_with_gradients_in_fewer_bits(
@@ -234,6 +237,7 @@ BATCH = np.zeros((4, 17), np.int32)
 WIDER = "model.width=64"  # so that matrices are large enough to be cut
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -264,6 +268,7 @@ def test_sequences_can_be_divided(make_config: MakeConfig, words: tuple[str, ...
         assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(a)
 
 
+@pytest.mark.slow
 def test_no_device_holds_a_whole_sequence(make_config: MakeConfig) -> None:
     """No activations of a whole sequence, neither in the training step nor in evaluation."""
     config = make_config(*OURS, "model.attention_implementation=plain", "mesh={context: 8}")
