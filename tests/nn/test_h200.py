@@ -60,7 +60,7 @@ def test_every_dense_product_of_a_train_step_is_fp8(policy: str) -> None:
     assert counts[FP8_GEMM] == PRODUCTS * LAYERS
     # Two of the three gradients by the projections' common input are added inside their products.
     assert len(re.findall(r'f8".*"beta":1\b', program)) == 2 * LAYERS
-    # What is left in 16 bits: the readout. Attention's own products are in its kernel.
+    # Only the readout stays in 16 bits. Attention's own matmuls are in its kernel.
     for line in program.splitlines():
         if '"__cublas$lt$matmul"' in line:
             (shape,) = re.findall(r"= \(?\w+\[([\d,]+)\]", line)

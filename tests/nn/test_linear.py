@@ -141,7 +141,7 @@ WIDE = {"weights": None, "moments": (None, None)}
 def test_padding_never_learns(tied: bool, formats: dict[str, Any]) -> None:
     """With Adam, weight decay and u-muP, in float32 and in stochastically rounded 16 and 8 bits."""
     (own,), (other,) = (parameters(padded(tied, multiple=n)).values() for n in (MULTIPLE, 1))
-    # What is drawn is what is drawn without padding, and u-muP sees the vocabulary.
+    # Padding does not change the initial values, nor the fan-in and fan-out that u-muP sees.
     np.testing.assert_array_equal(nn.unpadded(own), other.get_value())
     assert (own.fan_in, own.fan_out) == (other.fan_in, other.fan_out)
     graphdef, params = nnx.split(padded(tied))

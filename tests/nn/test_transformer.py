@@ -133,9 +133,6 @@ def test_dropout_on_the_weights_and_its_keys() -> None:
         other(X)
 
 
-# Residual branches and layers.
-
-
 def test_the_weighted_sum_of_a_residual() -> None:
     branch = nn.Dense(8, 8, rngs=nnx.Rngs(0))
     layer, x = nn.Residual(branch, tau=0.75), inputs(3, 8)
@@ -255,13 +252,10 @@ def test_tensor_parallel_branches_sum_once(activation, devices: int) -> None:
             assert relative_error(got, wanted) < 1e-5
 
 
-# Scans over layers.
-
-
 def values_and_gradients(stack: nn.TransformerStack):
-    """Return the output, and gradients by (stacked) parameters and input."""
+    """Return the output for two batch axes, and gradients by (stacked) parameters and input."""
     loss, params = functional(stack, loss_and_value)
-    (_, y), grads = jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, jnp.asarray(X))
+    (_, y), grads = jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, X[:, None])
     by_params = jax.tree.map(np.asarray, nnx.to_pure_dict(grads[0])["layers"])
     if not stack.scan:
         by_params = jax.tree.map(lambda *g: np.stack(g), *by_params.values())
@@ -391,6 +385,7 @@ CAUSAL = {"is_causal": True, "max_length": 9}
 test_errors = refuses(
     [
         (ValueError, lambda: attention(qkv_features=18), "num_heads must divide qkv_features"),
+        (ValueError, lambda: attention()(jnp.ones(WIDTH)), r"q must be \(batch, time, heads, d\)"),
         (ValueError, lambda: attention(decode=True), "decode and broadcast_dropout must be False"),
         (ValueError, lambda: attention(broadcast_dropout=True), "broadcast_dropout must be False"),
         (ValueError, lambda: attention(num_kv_heads=3), "num_kv_heads must divide num_heads"),

@@ -18,7 +18,7 @@ from unitscale.optim import Moment, SquareRoot
 from unitscale.optim._roles import _ROLES, _TINY_STEPS, path_name
 from unitscale.optim._storage import is_stored, load
 
-# Their gradients are not as the parameters: pairs of parameters, one gradient per example.
+# Their gradients do not have the structure or the shapes of the parameters.
 REFUSED: dict[str, tuple[Any, Any, Any]] = {
     "lookahead": (
         optax.lookahead(optax.sgd(0.1), 5, 0.5),
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[Any, Any, Any]] = {
         lambda g: g[None],
     ),
 }
-# States with arrays of the size of parameters that are kept as they are; see `_states`.
+# States whose arrays have the shapes of parameters but are stored unchanged; see `_roles`.
 KEPT = """
     COCOBState EmaState GaLoreState MadgradState SAMState ScaleByLBFGSState
     ScaleByOptimisticGradientState ScaleByRStdDevState ScaleByRpropState ScaleByRssState
@@ -168,7 +168,7 @@ TABLE: dict[str, tuple[Any, dict[str, str]]] = {
     "adafactor": (optax.adafactor(0.1), both("0.v", SECOND)),  # too small to factor
     "factored": (optax.adafactor(0.1, min_dim_size_to_factor=2), {"0.v.b.c": SECOND}),
 }
-TRACES = [  # first, second, and the format that momentum that is itself the update takes of them
+TRACES = [  # formats of first and second moments, and which of them a trace takes
     ("float16", "float8_e4m3fn", "float16"),
     ("bfloat16", Moment("float16", root=True), "float16"),
     ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fn"),
@@ -226,7 +226,7 @@ def test_names_are_not_enough() -> None:
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 9)))
 FOUR = scaled(INNER, moments=("e4m3fn", "e4m3fn"), rounding="stochastic", key=5)
-# Each with the error of a square of a rounded root, or of a mean.
+# Each with its largest relative error: of the square of a rounded root, or of a rounded mean.
 TARGETS: dict[str, tuple[Any, float]] = {
     "plain": (INNER, 1e-6),
     "6 bytes": (scaled(INNER), 2**-4),
@@ -277,7 +277,7 @@ def test_converted_numbers_are_those_of_the_source_rounded_once() -> None:
     assert len(names) == len(TARGETS) ** 2
 
 
-def test_a_sum_never_stalls_and_what_is_stored_begins_as_inner_does() -> None:
+def test_a_sum_never_stalls_and_moments_have_their_initial_values() -> None:
     """Sum 4,000 gradients of 1; a sum with few bits would stop growing."""
     tx = scaled(optax.scale_by_rss(initial_accumulator_value=0.0), weights=None)
     params = {"w": jnp.ones(4)}

@@ -328,7 +328,6 @@ class MultiHeadAttention(nnx.Module):
         implementation: ops.Implementation = "auto",
     ):
         key = self.dropout.key(deterministic, rngs)
-        length, mean_square = self._inputs_of(self.context, k.shape[-3])
         batch = q.shape[:-3]
         mask = None if mask is None else jnp.asarray(mask).astype(bool)
         if len(batch) != 1:  # the op takes one batch axis
@@ -338,6 +337,7 @@ class MultiHeadAttention(nnx.Module):
                 mask = mask.reshape(-1, *mask.shape[-3:])
             if segment_ids is not None:
                 segment_ids = segment_ids.reshape(-1, segment_ids.shape[-1])
+        length, mean_square = self._inputs_of(self.context, k.shape[-3])
         y = ops.dot_product_attention(
             q,
             k,

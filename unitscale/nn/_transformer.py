@@ -168,7 +168,7 @@ class TransformerLayer(nnx.Module):
         deterministic: bool | None = None,
         factors: LayerFactors | None = None,
     ) -> ScaledArray:
-        """Map (batch, time, features) to the same shape; arguments are those of the attention.
+        """Map (..., time, features) to the same shape; arguments are those of the attention.
 
         A `TransformerStack` that scans over layers passes ``factors`` to replace the layer's own.
         """
@@ -341,7 +341,7 @@ class TransformerStack(nnx.Module):
         positions=None,
         deterministic: bool | None = None,
     ) -> ops.ArrayLike:
-        """Map (batch, time, features) to the same shape; arguments are those of the attention."""
+        """Map (..., time, features) to the same shape; arguments are those of the attention."""
         options = given(
             mask=mask,
             segment_ids=segment_ids,
@@ -354,7 +354,7 @@ class TransformerStack(nnx.Module):
                 lambda layer, h, factors: layer(h, **options, factors=factors),
                 self.layers,
                 self.layers.policy.activation(x),
-                self._factors(x.shape[1]),
+                self._factors(x.shape[-2]),
                 checkpoint=self._checkpoint(jax.checkpoint),
                 one_by_one=one_by_one and jax.default_backend() != "cpu",
             )
