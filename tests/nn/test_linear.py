@@ -48,7 +48,7 @@ def test_rows_of_the_table_and_positions_that_are_added() -> None:
     layer, x = nn.PositionalEmbed(8, 4, rngs=nnx.Rngs(0)), normal(0, 2, 5, 4)
     ids = np.array([[1, 2, 9, 10], [9, 1, 16, -1]])
     places = np.array([[3, 4, 5, 6, 7], [0, 0, 1, 8, 2]])
-    y, first, chosen = jit(lambda ids, x: (embed(ids), layer(x), layer(x, places)))(ids, x)
+    y, first, chosen = jit(lambda ids, x: (embed(ids), layer(x[None]), layer(x, places)))(ids, x)
     assert (y.dtype, embed.embedding.dtype) == (jnp.float16, jnp.float32)
     table = np.asarray(embed.embedding.get_value())
     np.testing.assert_array_equal(y.data[:, :2], table[ids[:, :2]].astype(np.float16))
@@ -56,7 +56,7 @@ def test_rows_of_the_table_and_positions_that_are_added() -> None:
     np.testing.assert_array_equal(np.isnan(y.data).all(-1), outside)
 
     table = np.asarray(layer.embedding.get_value())
-    np.testing.assert_allclose(first.value, (x + table[:5]) / 2**0.5, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(first.value[0], (x + table[:5]) / 2**0.5, rtol=1e-6, atol=1e-6)
     table = np.concatenate([table, np.full((1, 4), np.nan)])
     np.testing.assert_allclose(chosen.value, (x + table[places]) / 2**0.5, rtol=1e-6, atol=1e-6)
 

@@ -1,5 +1,6 @@
 """Converting plain models to unit-scaled ones: function, variance, and the report by layer."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -182,7 +183,7 @@ FLAX: list[tuple[str, tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = [
 
 
 def test_each_layer_keeps_its_function() -> None:
-    """So layers compute what those of Flax do, over the root of their fan-in."""
+    """Each computes the same as Flax's layer, also after it was pickled."""
     olds, news, xs = [], [], []
     for name, args, options, shape in FLAX:
         old = getattr(nnx, name)(*args, **options, rngs=nnx.Rngs(0))
@@ -195,7 +196,7 @@ def test_each_layer_keeps_its_function() -> None:
         assert isinstance(new, getattr(nn, kind))
         assert (report.changed, report.layers[0].became) == (("",), kind)
         olds.append(old)
-        news.append(new)
+        news.append(pickle.loads(pickle.dumps(new)))
         xs.append(np.random.default_rng(0).normal(size=shape).astype(np.float32))
     run = jit(lambda models: [nnx.clone(m)(x) for m, x in zip(models, xs, strict=True)])
     for row, found, expected in zip(FLAX, run(news), run(olds), strict=True):

@@ -168,13 +168,12 @@ class MultiHeadAttention(nnx.Module):
         self.key = dense(in_kv_features, num_kv_heads * self.head_dim, **options)
         self.value = dense(in_kv_features, num_kv_heads * self.head_dim, **options)
         self.policy, rngs = self.query.policy, options["rngs"]
-        own = {
-            "kernel_init": out_kernel_init,
-            "bias_init": out_bias_init,
-            "kernel_metadata": out_kernel_metadata,
-            "bias_metadata": out_bias_metadata,
-        }
-        out: Any = {**options, **given(**own)}
+        out: Any = dict(options) | given(
+            kernel_init=out_kernel_init,
+            bias_init=out_bias_init,
+            kernel_metadata=out_kernel_metadata,
+            bias_metadata=out_bias_metadata,
+        )
         self.out = dense(qkv_features, out_features, **out)
         kept = rngs if keep_rngs else None
         self.dropout = Dropout(dropout_rate, deterministic=deterministic, rngs=kept)

@@ -167,9 +167,9 @@ class PositionalEmbed(_Table):
         self.max_length = max_length
 
     def __call__(self, x: ops.ArrayLike, positions: jax.Array | None = None) -> ScaledArray:
-        """Add embeddings to (batch, time, features); positions (time,) or (batch, time)."""
+        """Add embeddings to (..., time, features); positions (time,) or (..., time)."""
         x = self.policy.activation(x)
-        batch, time = x.shape[:2]
+        *batch, time = x.shape[:-1]
         if positions is None:
             if time > self.max_length:
                 raise ValueError(
@@ -178,6 +178,6 @@ class PositionalEmbed(_Table):
                 )
             positions = jnp.arange(time)
         # Inside shard_map, positions must vary over the same mesh axes as the input.
-        _, ids = match_varying((x, jnp.broadcast_to(positions, (batch, time))))
+        _, ids = match_varying((x, jnp.broadcast_to(positions, (*batch, time))))
         rows = ops.embed(ids, read(self.embedding), dtype=self.policy.compute_dtype)
         return ops.weighted_add(x, rows)

@@ -193,7 +193,8 @@ class _Arrays(nnx.Module):
 
 
 def _unwrapped(layer: type[nnx.Module]) -> Any:
-    return type(f"_{layer.__name__}", (_Arrays, layer), {"__module__": __name__})
+    new = type(f"_{layer.__name__}", (_Arrays, layer), {"__module__": __name__})
+    return globals().setdefault(new.__name__, new)  # where pickle looks for it
 
 
 _Readout = _unwrapped(Readout)
