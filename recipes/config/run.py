@@ -456,6 +456,9 @@ def entry_of(key: str, schema: type[RunConfig]) -> tuple[str, str]:
     return key, ""
 
 
+_POSITIONS = re.compile(r"(\.\d+)+$")  # in lists, at the end of a key
+
+
 def describe_problems(
     problems: Sequence[Mapping[str, Any]], schema: type[RunConfig]
 ) -> Iterator[str]:
@@ -466,7 +469,7 @@ def describe_problems(
         parts = [str(part) for part in problem["loc"] if part != "[key]"]
         key, parent = ".".join(parts), ".".join(parts[:-1])
         # pydantic reports one error for each type of a union, located below the key.
-        in_union = parent in values and isinstance(problem["loc"][-1], str)
+        in_union = _POSITIONS.sub("", parent) in values and isinstance(problem["loc"][-1], str)
         merged = in_union and not entry_of(key, schema)[1]
         groups.setdefault(parent if merged else key, []).append(problem)
     return (_describe(key, group, schema) for key, group in groups.items())
@@ -478,8 +481,7 @@ def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConf
         return unknown_key(key, schema)
     if kind == "value_error":
         return f"{key}: {group[0]['ctx']['error']}".removeprefix(": ")
-    listed = re.sub(r"(\.\d+)+$", "", key)  # without positions in lists
-    field = dict(valid_keys(schema)).get(entry_of(listed, schema)[0])
+    field = dict(valid_keys(schema)).get(entry_of(_POSITIONS.sub("", key), schema)[0])
     meaning = " ".join(((field and field.description) or "").split()).rstrip(".")
     if kind == "missing":
         return f"{key}: expected a value; got none; set it ({meaning})"

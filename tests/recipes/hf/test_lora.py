@@ -107,7 +107,6 @@ def test_wrong_input(tmp_path: Path, capsys: Captured) -> None:
     assert not (tmp_path / "runs").exists()
     refused("override 'seed=1': expected none, as", "generate", FOLDER, "seed=1")
     refused("expected a task of bert", "generate", FIXTURES / "bert-mlm")
-    refused("--prompt: expected at least one character", "generate", FOLDER, "--prompt", "")
     refused("expected a Hugging Face folder; got", "generate", "gpt/quickstart.yaml", "--chat")
     folder = copied("gpt2", tmp_path)
     change_tensors(folder, lambda old: old | {EMBED: old[EMBED][:299]})
