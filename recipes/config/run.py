@@ -370,7 +370,8 @@ class RunConfig(Section):
             raise ValueError(f"mesh.context must divide data.sequence_length (gpt, bert); {got}")
         # Recipe finetune has no `library`: its `init` decides.
         library = getattr(getattr(self, "model", None), "library", None)
-        if library == "plain" and ("fp8" in precision.policy or optimizer.umup):
+        narrow = precision.policy not in get_args(WideFormat)
+        if library == "plain" and (narrow or optimizer.umup):
             what = "plain models need optimizer.umup false"
             raise ValueError(f"{what}, and precision.matmuls in place of an FP8 precision.policy")
         plain = library != "unitscale" and self.converts

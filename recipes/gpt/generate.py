@@ -82,7 +82,8 @@ class Writer(NamedTuple):
 
     def _encoded(self, prompt: str) -> np.ndarray:
         """Encode a prompt as int32 ids, with `start` in front; without any, begin a document."""
-        ids = self.tokenizer.encode(prompt).astype(np.int32)
+        whole = prompt.encode("utf-8", "replace").decode("utf-8")  # surrogates become "?"
+        ids = self.tokenizer.encode(whole).astype(np.int32)
         if tuple(ids[: len(self.start)]) != self.start:
             ids = np.concatenate([np.asarray(self.start, np.int32), ids])
         if not ids.size and self.tokenizer.eos is None:

@@ -67,7 +67,7 @@ def downloaded(init: str) -> str:
 def similar(path: Path, *folders: Path) -> str:
     """Suggest a path like one that does not exist; "" if there is none."""
     near = [found for folder in (path.parent, *folders) for found in folder.glob("[!.]*")]
-    names = [found.name for found in near if found.suffix == ".yaml" or found.is_dir()]
+    names = [x.name for x in near if (x.suffix == ".yaml" or x.is_dir()) and x != path]
     close = difflib.get_close_matches(path.name, names, 1, 0.5)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 

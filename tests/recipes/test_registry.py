@@ -35,6 +35,7 @@ WRONG = [
     ("precision.readout=null", r"readout \(.*expected a valid boolean or 'gradients'; got None"),
     ("precision.loss_scale=-1", r"loss_scale .*expected greater than 0 or 'dynamic'; got -1"),
     ("precision.moments=[float16]", r"moments \(.*\): .*at least 2 .*; got \['float16'\]"),
+    ("precision.moments=[fp8, float16]", r"\.moments\.0 \(Stor.*'float8_e5m2'; got 'fp8'$"),
     ("precision=fp9", r"precision\.policy .*'fp8'.*; got 'fp9'"),
     ("model.residual.scheme=runing_mean", r"residual\.scheme .*got 'runing_mean'"),
     ("optimizer.multipliers.norms=0.1", r"multipliers\.norms .*'norm'; got 'norms'"),
@@ -56,11 +57,13 @@ WRONG = [
     ("model.context=8", r"model\.context must be at least data\.sequence_length; got 8 and 16"),
     ("optimizer.multipliers.norm=0.1", r"multipliers need umup true.*; got umup false"),
     ("optimizer.umup=true", r"plain models need optimizer\.umup false"),
+    ("precision=nvfp4", r"precision\.matmuls in place of an FP8 precision\.policy"),
     (["optimizer.name=adam", "optimizer.weight_decay=0.1"], r"weight_decay needs name adamw"),
     ("optimizer.name=muon", r"muon needs umup true"),
     ("optimizer.warmup_steps=6", r"warmup_steps 6 must be below train\.steps 6"),
     # files and folders
     ("data.tokenizer={kind: file, path: gone}", r"tokenizer\.path: gone cannot be read: No such"),
+    (f"init={FIXTURES}", r"pretrained_fixtures; train one.*quickstart\.yaml`$"),
     ("init=runs/x", r"got runs/x; train one, such as `python -m recipes train gpt/quickstart"),
     ("init=org/Some-1B", r"init: .*got org/Some-1B: .*`hf download org/Some-1B --local-dir Some"),
     # YAML
