@@ -193,6 +193,8 @@ def export(
 
         typer.echo(export_run(settings, path, _warn))
         return
+    if overrides:
+        raise RecipeError(f"override {overrides[0]!r}: expected none with --fp8; remove it")
     _save(path, config, fp8=fp8)
 
 

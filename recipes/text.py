@@ -107,9 +107,8 @@ def _read(path: Path, kind: str, config: DataConfig) -> Iterator[str]:
     # pyarrow raises Python's own errors for missing or damaged files.
     except (ImportError, OSError, ValueError, KeyError) as error:
         raise RecipeError(
-            f"data.path: {path} cannot be read: {error}; check the file, data.pattern, "
-            "data.format, data.split and data.text_key; Parquet and datasets need "
-            "pip install 'unitscale[hf]'"
+            f"data.path: {path} cannot be read: {error}; check it, data.pattern, data.format, "
+            "data.split and data.text_key; Parquet and datasets need pip install 'unitscale[hf]'"
         ) from error
 
 
@@ -388,11 +387,11 @@ class Corpus(Data):
             for text, (source, *_) in zip(self.texts, examples, strict=True):
                 if not len(source):
                     size = (text.train if part == "training" else text.validation).size
-                    raise RecipeError(
-                        f"data.sequence_length: the {size} tokens of {text.path} for {part} are too "
-                        f"few for {self.sequence_length}; lower it, add text, or change "
-                        "data.validation_fraction"
+                    few = (
+                        f"data.sequence_length: {size} tokens of {text.path} for {part} are too few"
                     )
+                    todo = "lower it, add text, or change data.validation_fraction"
+                    raise RecipeError(f"{few} for {self.sequence_length}; {todo}")
 
     @property
     def summary(self) -> str:

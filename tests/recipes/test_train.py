@@ -148,16 +148,16 @@ def test_a_loss_that_is_not_finite_stops_the_run(make_config: MakeConfig, tolera
 
 
 @pytest.mark.parametrize(
-    ("decay", "what"),
-    [(1e6, "weights"), pytest.param(0.0, "the validation loss", marks=pytest.mark.slow)],
+    ("decay", "steps", "what"),
+    [(1e6, 2, "weights"), pytest.param(0.0, 1, "the validation loss", marks=pytest.mark.slow)],
 )
-def test_a_last_update_that_ruins_the_weights_is_an_error(
-    make_config: MakeConfig, decay: float, what: str
+def test_an_update_that_ruins_the_weights_is_an_error(
+    make_config: MakeConfig, decay: float, steps: int, what: str
 ) -> None:
     config = make_config(
         "optimizer={name: adamw, learning_rate: 1e35, warmup_steps: 0, schedule: constant}",
         f"optimizer.weight_decay={decay}",
-        "train={steps: 1, checkpoint_every: 1, eval_every: 100}",
+        f"train={{steps: {steps}, checkpoint_every: 1, eval_every: 100}}",
     )
     with pytest.raises(RecipeError, match=f"^step 1: .*{what} .*not finite; ") as caught:
         run(config)

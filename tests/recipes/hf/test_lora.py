@@ -106,6 +106,7 @@ def test_wrong_input(tmp_path: Path, capsys: Captured) -> None:
         refused(message, "train", *words(tmp_path), word)
     assert not (tmp_path / "runs").exists()
     refused("override 'seed=1': expected none, as", "generate", FOLDER, "seed=1")
+    refused("expected none with --fp8", "export", FOLDER, "x", "--fp8", "tensor", "seed=1")
     refused("expected a task of bert", "generate", FIXTURES / "bert-mlm")
     refused("expected a Hugging Face folder; got", "generate", "gpt/quickstart.yaml", "--chat")
     folder = copied("gpt2", tmp_path)

@@ -465,7 +465,7 @@ def test_too_little_text(tmp_path: Path) -> None:
     for size, part in ((0, "0 .* training"), (300, "30 .* validation")):
         path.write_text("x" * size, encoding="utf-8")
         config = DataConfig(path=str(path), sequence_length=64)
-        with pytest.raises(RecipeError, match=rf"data\.sequence_length: .*{part} are"):
+        with pytest.raises(RecipeError, match=rf"data\.sequence_length: .*{part} are too few"):
             load_corpus(config)
 
 
