@@ -140,6 +140,7 @@ class _Run:
                 if self.signal is not None:
                     break
             self.checkpoints.wait()
+            self.signal = self.signal or self.stop.agreed(logging=True)  # since the last step
 
     def after_step(self, done: int, values: dict[str, Any]) -> None:
         settings = self.config.train

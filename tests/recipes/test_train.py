@@ -28,7 +28,7 @@ from recipes.run.step import make_train_step
 from recipes.train import Outcome
 
 from .conftest import MakeConfig, write_config
-from .runs import final_arrays, resumes_bit_for_bit, run, timeless, untrained
+from .runs import StopAfter, final_arrays, resumes_bit_for_bit, run, timeless, untrained
 
 Captured = pytest.CaptureFixture[str]
 UNITSCALE = [
@@ -110,8 +110,13 @@ def test_a_run_that_lost_its_last_steps_repeats_them(
     config, (path, first, _) = again(), finished
     folder = Path(config.train.runs_dir) / "tiny"
     (folder / "checkpoints" / "6").rename(folder / "away")
-    outcome, said = run(config)
+    stopping = StopAfter(folder, resume_step=3)
+    stopping.step = 6  # the last
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module.runs, "open_metrics", lambda *_: stopping)
+        outcome, said = run(config)
     assert "resuming after step 3 of 6" in said
+    assert "stopped by SIGTERM after step 6" in said
     assert timeless(outcome.folder) == timeless(first.folder)
     metrics = (folder / "metrics.jsonl").read_bytes()
     # Finished, it is not trained again.
@@ -119,7 +124,7 @@ def test_a_run_that_lost_its_last_steps_repeats_them(
     assert main(["train", str(path), f"train.runs_dir={folder.parent}"]) == 0
     said = capsys.readouterr().out
     assert "all 6 steps are done" in said
-    assert f"validation loss {outcome.validation_loss:.4f}" in said
+    assert f"validation loss {first.validation_loss:.4f}" in said
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 
 
