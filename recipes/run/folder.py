@@ -255,11 +255,10 @@ def open_metrics(config: RunConfig, folder: Path | None, resume_step: int) -> Me
     """Open the metrics of a run whose next step is `resume_step`; without a folder, write none."""
     if folder is None:
         return Metrics(None)
-    name, logger = config.train.logger, None
+    name = config.train.logger
+    logger = _tensorboard(folder, resume_step) if name == "tensorboard" else None
     try:
-        if name == "tensorboard":
-            logger = _tensorboard(folder, resume_step)
-        elif name != "none":
+        if name in ("wandb", "mlflow"):
             logger = (_wandb if name == "wandb" else _mlflow)(config, folder)
     except Exception as error:  # each package has its own exceptions
         todo = f"pip install {name} and set it up, or choose another"

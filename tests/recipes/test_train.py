@@ -211,6 +211,9 @@ def test_a_folder_that_cannot_be_made_and_a_disk_that_fills_up(
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(RecipeError, match=r"train\.runs_dir: cannot write the run folder"):
         run(make_config(f"train.runs_dir={tmp_path / 'file'}"))
+    (open_run(other := make_config("name=other")) / "tensorboard").touch()
+    with pytest.raises(RecipeError, match="cannot write to .*other: File exists; there is no chec"):
+        run(other)
 
     def full(self: Metrics, step: int, **values: float) -> None:
         if step == 5:
