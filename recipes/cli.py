@@ -123,9 +123,7 @@ def evaluate(config: ModelPath, overrides: Overrides = None) -> None:
 def generate(
     config: ModelPath,
     overrides: Overrides = None,
-    prompt: Annotated[
-        str, typer.Option(help="text to continue", show_default="a line break")
-    ] = "\n",
+    prompt: Annotated[str, typer.Option(help="text to continue", show_default="newline")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="tokens to add")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="sample the k likeliest only")] = None,

@@ -148,8 +148,7 @@ class _Run:
         last = done == settings.steps
         logging = done % settings.log_every == 0 or last
         self.signal = self.stop.agreed(logging=logging)  # read once, because it may change
-        # Also on a stop, as resuming skips it.
-        validating = done % settings.eval_every == 0 or last
+        validating = done % settings.eval_every == 0 or last  # also on a stop: resuming skips it
         saving = done % settings.checkpoint_every == 0 or last or self.signal is not None
         looking = logging or validating or saving
         if looking:

@@ -37,6 +37,7 @@ Policy = Literal[
 WideFormat = Literal["float32", "bfloat16", "float16"]
 NarrowFormat = Literal["float8_e4m3fn", "float8_e5m2"]
 Format = WideFormat | NarrowFormat
+_POSITIONS = re.compile(r"(\.\d+)+$")  # in lists, at the end of a key
 
 
 class Section(BaseModel):
@@ -370,8 +371,7 @@ class RunConfig(Section):
             raise ValueError(f"mesh.context must divide data.sequence_length (gpt, bert); {got}")
         # Recipe finetune has no `library`: its `init` decides.
         library = getattr(getattr(self, "model", None), "library", None)
-        narrow = precision.policy not in get_args(WideFormat)
-        if library == "plain" and (narrow or optimizer.umup):
+        if library == "plain" and (optimizer.umup or precision.policy not in get_args(WideFormat)):
             what = "plain models need optimizer.umup false"
             raise ValueError(f"{what}, and precision.matmuls in place of an FP8 precision.policy")
         plain = library != "unitscale" and self.converts
@@ -455,9 +455,6 @@ def entry_of(key: str, schema: type[RunConfig]) -> tuple[str, str]:
         if key.startswith(f"{name}.") and any(get_origin(kind) is dict for kind in kinds):
             return name, key.removeprefix(f"{name}.")
     return key, ""
-
-
-_POSITIONS = re.compile(r"(\.\d+)+$")  # in lists, at the end of a key
 
 
 def describe_problems(

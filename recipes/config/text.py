@@ -167,8 +167,7 @@ class TransformerConfig(Section):
     scan: Flag | Literal["auto"] = "auto"
     """Stack the layers' parameters and scan over them; auto as in nn.TransformerStack."""
     remat: Literal["none", "dots", "quantized", "layer"] = "none"
-    """Activations to recompute in the backward pass: none, all of a layer, or all but the outputs
-    (dots) or the FP8 inputs (quantized) of matmuls."""
+    """Recompute all of a layer, or all but outputs (dots) or FP8 inputs (quantized) of matmuls."""
 
     @property
     def hidden(self) -> int:

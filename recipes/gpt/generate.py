@@ -82,7 +82,7 @@ class Writer(NamedTuple):
 
     def _encoded(self, prompt: str) -> np.ndarray:
         """Encode a prompt as int32 ids, with `start` in front; without any, begin a document."""
-        whole = prompt.encode("utf-8", "replace").decode("utf-8")  # surrogates become "?"
+        whole = prompt.encode("utf-8", "replace").decode("utf-8")  # without surrogates
         ids = self.tokenizer.encode(whole).astype(np.int32)
         if tuple(ids[: len(self.start)]) != self.start:
             ids = np.concatenate([np.asarray(self.start, np.int32), ids])

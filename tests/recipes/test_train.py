@@ -81,8 +81,7 @@ def again(finished, tmp_path: Path) -> MakeConfig:
 def test_what_a_run_leaves_behind(finished) -> None:
     path, outcome, said = finished
     names = {path.name for path in outcome.folder.iterdir()}
-    plots = {"loss.png", "rms.png"}
-    files = {"config.yaml", "metrics.jsonl", *plots}
+    files = {"config.yaml", "metrics.jsonl", "loss.png", "rms.png"}
     assert names == {*files, "tensorboard", "checkpoints"}
     config = load_config(path, ["train.sample_tokens=5", "train.sample_prompt=def"])
     assert outcome.folder == Path(config.train.runs_dir) / "tiny"
@@ -112,9 +111,8 @@ def test_a_run_that_lost_its_last_steps_repeats_them(
     (folder / "checkpoints" / "6").rename(folder / "away")
     stopping = StopAfter(folder, resume_step=3)
     stopping.step = 6  # the last
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module.runs, "open_metrics", lambda *_: stopping)
-        outcome, said = run(config)
+    monkeypatch.setattr(train_module.runs, "open_metrics", lambda *_: stopping)
+    outcome, said = run(config)
     assert "resuming after step 3 of 6" in said
     assert "stopped by SIGTERM after step 6" in said
     assert timeless(outcome.folder) == timeless(first.folder)
@@ -212,7 +210,7 @@ def test_a_folder_that_cannot_be_made_and_a_disk_that_fills_up(
     with pytest.raises(RecipeError, match=r"train\.runs_dir: cannot write the run folder"):
         run(make_config(f"train.runs_dir={tmp_path / 'file'}"))
     (open_run(other := make_config("name=other")) / "tensorboard").touch()
-    with pytest.raises(RecipeError, match="cannot write to .*other: File exists; there is no chec"):
+    with pytest.raises(RecipeError, match=r"other: File exists; there is no checkpoint"):
         run(other)
 
     def full(self: Metrics, step: int, **values: float) -> None:
@@ -305,13 +303,11 @@ def test_evaluate_on_another_text(finished, tmp_path: Path, capsys: Captured) ->
 WRONG = [
     (["train", "train.stepz=3"], r"error: override 'train.stepz=3': train.stepz is not a key"),
     (["train", "data.path=/nowhere"], "error: data.path: /nowhere does not exist; give"),
-    (["train", "--nonsense"], "No such option"),
     (["finetune"], "error: init: expected a model to tune; got none in"),
     (["train", "--processes", "2"], "error: unitscale.parallel.initialize: coordinator"),
     (["evaluate"], "error: name: no run at"),
     (["generate", "name=other"], "error: name: no run at"),
     (["generate", "--tokens", "0"], "Invalid value for '--tokens'"),
-    (["generate", "--temperature", "-1"], "Invalid value for '--temperature'"),
 ]
 
 
