@@ -28,10 +28,10 @@ ModelPath = Annotated[
     str, typer.Argument(metavar="CONFIG", help="a YAML file, or a folder with a model")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="such as train.steps=100")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="such as train.steps=100")
 ]
-Fresh = Annotated[bool, typer.Option(help="start anew; rename an earlier folder of this name")]
-Convert = Annotated[bool, typer.Option(help="resume in the number formats of the config")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="start anew; rename the old run's folder")]
+Convert = Annotated[bool, typer.Option("--convert", help="resume in the config's number formats")]
 
 
 @app.command()
@@ -94,7 +94,7 @@ def _train(settings: RunConfig, fresh: bool, convert: bool, **processes: Any) ->
 @app.command()
 def sweep(
     words: Annotated[
-        list[str], typer.Argument(metavar="CONFIG... [KEY=VALUE]...", help="YAML files, overrides")
+        list[str], typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides")
     ],
     jobs: Annotated[int, typer.Option(min=1, help="points trained at the same time")] = 1,
     fresh: Fresh = False,
@@ -123,7 +123,7 @@ def evaluate(config: ModelPath, overrides: Overrides = None) -> None:
 def generate(
     config: ModelPath,
     overrides: Overrides = None,
-    prompt: Annotated[str, typer.Option(help="text to continue")] = "\n",
+    prompt: Annotated[str, typer.Option(help="text to continue", show_default="newline")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="tokens to add")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="sample the k likeliest only")] = None,
@@ -191,6 +191,8 @@ def export(
 
         typer.echo(export_run(settings, path, _warn))
         return
+    if overrides:
+        raise RecipeError(f"override {overrides[0]!r}: expected none with --fp8; remove it")
     _save(path, config, fp8=fp8)
 
 

@@ -107,8 +107,8 @@ def _read(path: Path, kind: str, config: DataConfig) -> Iterator[str]:
     # pyarrow raises Python's own errors for missing or damaged files.
     except (ImportError, OSError, ValueError, KeyError) as error:
         raise RecipeError(
-            f"data.path: {path} cannot be read: {error}; check the file, data.format, data.split "
-            "and data.text_key; Parquet and datasets need pip install 'unitscale[hf]'"
+            f"data.path: {path} cannot be read: {error}; check it, data.pattern, data.format, "
+            "data.split and data.text_key; Parquet and datasets need pip install 'unitscale[hf]'"
         ) from error
 
 
@@ -121,9 +121,11 @@ def _rows(path: Path, kind: str, config: DataConfig) -> Iterator[Any]:
                     continue
                 try:
                     row = json.loads(line)
+                    text = row.get(key) if isinstance(row, dict) else row
+                    str(text).encode("utf-8")  # fails for an escaped half of a surrogate pair
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"line {number}: {error}") from error
-                yield row.get(key) if isinstance(row, dict) else row
+                yield text
     elif kind == "parquet":
         import pyarrow.parquet  # noqa: PLC0415 - optional
 
@@ -261,7 +263,7 @@ def require_vocab(tokenizer: Tokenizer, vocab: int, where: str = "the model") ->
     if tokenizer.vocab > vocab:
         raise RecipeError(
             f"data.tokenizer: expected at most the {vocab} ids that {where} has; got a tokenizer "
-            f"of {tokenizer.vocab}; use the one of {where}, or train a model with model.vocab null"
+            f"of {tokenizer.vocab}; use the one of {where}, or train with more data.tokenizer.vocab"
         )
 
 
@@ -380,15 +382,16 @@ class Corpus(Data):
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
 
     def __post_init__(self) -> None:
-        for part in ("train", "validation"):
-            examples = self.examples(training=part == "train")
+        for part in ("training", "validation"):
+            examples = self.examples(training=part == "training")
             for text, (source, *_) in zip(self.texts, examples, strict=True):
                 if not len(source):
-                    size = getattr(text, part).size
-                    raise RecipeError(
-                        f"data.sequence_length: the {size} {part} tokens of {text.path} are too "
-                        f"few for {self.sequence_length}; lower it, or add text"
+                    size = (text.train if part == "training" else text.validation).size
+                    few = (
+                        f"data.sequence_length: {size} tokens of {text.path} for {part} are too few"
                     )
+                    todo = "lower it, add text, or change data.validation_fraction"
+                    raise RecipeError(f"{few} for {self.sequence_length}; {todo}")
 
     @property
     def summary(self) -> str:

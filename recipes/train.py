@@ -140,15 +140,16 @@ class _Run:
                 if self.signal is not None:
                     break
             self.checkpoints.wait()
+            self.signal = self.signal or self.stop.agreed(logging=True)  # since the last step
 
     def after_step(self, done: int, values: dict[str, Any]) -> None:
         settings = self.config.train
         self.progress.update(self.bar, completed=done)
-        logging = done % settings.log_every == 0 or done == settings.steps
+        last = done == settings.steps
+        logging = done % settings.log_every == 0 or last
         self.signal = self.stop.agreed(logging=logging)  # read once, because it may change
-        validating = done % settings.eval_every == 0  # also on a stop, as resuming skips it
-        ending = done == settings.steps or self.signal is not None
-        saving = done % settings.checkpoint_every == 0 or ending
+        validating = done % settings.eval_every == 0 or last  # also on a stop: resuming skips it
+        saving = done % settings.checkpoint_every == 0 or last or self.signal is not None
         looking = logging or validating or saving
         if looking:
             self.check_finite(done)

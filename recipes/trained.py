@@ -6,7 +6,7 @@ from typing import Any
 from flax import nnx
 
 from unitscale import to_array
-from unitscale.nn import unpadded
+from unitscale.nn import AmaxState, unpadded
 
 from .config import TOKENIZER_FILE, DataConfig, RunConfig
 from .errors import RecipeError, Say, refused
@@ -66,13 +66,10 @@ def export(config: RunConfig, path: Path, say: Say) -> str:
 
 
 def save_tensors(model: nnx.Module, path: Path) -> int:
-    """Write a model's arrays under dotted paths, without the padding of vocabularies."""
+    """Write a model's arrays under dotted paths, without padding of vocabularies and amax state."""
     arrays = {}
-    for parts, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.RngState))):
-        name, value = ".".join(map(str, parts)), unpadded(variable)
-        if not hasattr(value, "shape"):
-            raise RecipeError(f"{name} holds a {type(value).__name__}; safetensors has arrays only")
-        arrays[name] = to_array(value, "float32")
+    for parts, variable in nnx.to_flat_state(nnx.state(model, nnx.Not((nnx.RngState, AmaxState)))):
+        arrays[".".join(map(str, parts))] = to_array(unpadded(variable), "float32")
     with refused(f"cannot write {path}", "give a path that can be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tensors(path, arrays, None)

@@ -37,6 +37,7 @@ Policy = Literal[
 WideFormat = Literal["float32", "bfloat16", "float16"]
 NarrowFormat = Literal["float8_e4m3fn", "float8_e5m2"]
 Format = WideFormat | NarrowFormat
+_POSITIONS = re.compile(r"(\.\d+)+$")  # in lists, at the end of a key
 
 
 class Section(BaseModel):
@@ -370,7 +371,7 @@ class RunConfig(Section):
             raise ValueError(f"mesh.context must divide data.sequence_length (gpt, bert); {got}")
         # Recipe finetune has no `library`: its `init` decides.
         library = getattr(getattr(self, "model", None), "library", None)
-        if library == "plain" and ("fp8" in precision.policy or optimizer.umup):
+        if library == "plain" and (optimizer.umup or precision.policy not in get_args(WideFormat)):
             what = "plain models need optimizer.umup false"
             raise ValueError(f"{what}, and precision.matmuls in place of an FP8 precision.policy")
         plain = library != "unitscale" and self.converts
@@ -466,7 +467,7 @@ def describe_problems(
         parts = [str(part) for part in problem["loc"] if part != "[key]"]
         key, parent = ".".join(parts), ".".join(parts[:-1])
         # pydantic reports one error for each type of a union, located below the key.
-        in_union = parent in values and isinstance(problem["loc"][-1], str)
+        in_union = _POSITIONS.sub("", parent) in values and isinstance(problem["loc"][-1], str)
         merged = in_union and not entry_of(key, schema)[1]
         groups.setdefault(parent if merged else key, []).append(problem)
     return (_describe(key, group, schema) for key, group in groups.items())
@@ -478,8 +479,7 @@ def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConf
         return unknown_key(key, schema)
     if kind == "value_error":
         return f"{key}: {group[0]['ctx']['error']}".removeprefix(": ")
-    listed = re.sub(r"(\.\d+)+$", "", key)  # without positions in lists
-    field = dict(valid_keys(schema)).get(entry_of(listed, schema)[0])
+    field = dict(valid_keys(schema)).get(entry_of(_POSITIONS.sub("", key), schema)[0])
     meaning = " ".join(((field and field.description) or "").split()).rstrip(".")
     if kind == "missing":
         return f"{key}: expected a value; got none; set it ({meaning})"

@@ -95,7 +95,7 @@ class DataConfig(SequenceConfig):
     @model_validator(mode="after")
     def _one_or_several_texts(self) -> Self:
         if self.mixture is not None and (self.path is not None or not self.mixture):
-            raise ValueError("mixture needs at least one path, and path null; set one of the two")
+            raise ValueError("mixture needs an entry, and path null; set either path or mixture")
         return self
 
 
@@ -167,7 +167,7 @@ class TransformerConfig(Section):
     scan: Flag | Literal["auto"] = "auto"
     """Stack the layers' parameters and scan over them; auto as in nn.TransformerStack."""
     remat: Literal["none", "dots", "quantized", "layer"] = "none"
-    """Recompute in the backward pass: nothing, all but matmuls (dots) or their quantized inputs."""
+    """Recompute all of a layer, or all but outputs (dots) or FP8 inputs (quantized) of matmuls."""
 
     @property
     def hidden(self) -> int:

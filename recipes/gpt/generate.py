@@ -81,13 +81,14 @@ class Writer(NamedTuple):
         yield text[len(said) :]
 
     def _encoded(self, prompt: str) -> np.ndarray:
-        """Encode a prompt as int32 ids, with `start` in front."""
-        ids = self.tokenizer.encode(prompt).astype(np.int32)
+        """Encode a prompt as int32 ids, with `start` in front; without any, begin a document."""
+        whole = prompt.encode("utf-8", "replace").decode("utf-8")  # without surrogates
+        ids = self.tokenizer.encode(whole).astype(np.int32)
         if tuple(ids[: len(self.start)]) != self.start:
             ids = np.concatenate([np.asarray(self.start, np.int32), ids])
-        if not ids.size:
+        if not ids.size and self.tokenizer.eos is None:
             raise RecipeError("--prompt: expected at least one character; got an empty prompt")
-        return ids
+        return ids if ids.size else np.array([self.tokenizer.eos], np.int32)
 
     def _new(
         self, ids: np.ndarray, *, tokens: int, seed: int, temperature=1.0, top_k=None

@@ -67,7 +67,7 @@ def downloaded(init: str) -> str:
 def similar(path: Path, *folders: Path) -> str:
     """Suggest a path like one that does not exist; "" if there is none."""
     near = [found for folder in (path.parent, *folders) for found in folder.glob("[!.]*")]
-    names = [found.name for found in near if found.suffix == ".yaml" or found.is_dir()]
+    names = [x.name for x in near if (x.suffix == ".yaml" or x.is_dir()) and x != path]
     close = difflib.get_close_matches(path.name, names, 1, 0.5)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
@@ -255,11 +255,10 @@ def open_metrics(config: RunConfig, folder: Path | None, resume_step: int) -> Me
     """Open the metrics of a run whose next step is `resume_step`; without a folder, write none."""
     if folder is None:
         return Metrics(None)
-    name, logger = config.train.logger, None
+    name = config.train.logger
+    logger = _tensorboard(folder, resume_step) if name == "tensorboard" else None
     try:
-        if name == "tensorboard":
-            logger = _tensorboard(folder, resume_step)
-        elif name != "none":
+        if name in ("wandb", "mlflow"):
             logger = (_wandb if name == "wandb" else _mlflow)(config, folder)
     except Exception as error:  # each package has its own exceptions
         todo = f"pip install {name} and set it up, or choose another"

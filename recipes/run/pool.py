@@ -19,12 +19,8 @@ _SETTINGS = {"M_TRIM_THRESHOLD": (-1, -1), "M_ARENA_MAX": (-8, 1), "M_MMAP_MAX":
 
 
 def start_process() -> None:
-    keep_freed_memory()
+    """Silence Orbax. On a CPU, make glibc keep freed memory, unless variables configure malloc."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every file it touches
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory on a CPU, unless environment variables configure malloc."""
     # Otherwise the kernel clears pages in every step, a quarter of a small model's time.
     told = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     accelerators = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))

@@ -203,6 +203,11 @@ def test_a_text_has_a_start_and_an_end_and_comes_in_pieces() -> None:
     started = Writer(model, BYTES, CONTEXT, start=tuple(b"ab"))
     assert started("c", **settings) == started("abc", **settings) == whole
     assert "".join(started.stream("c", **settings)) == whole
+    with pytest.raises(RecipeError, match="--prompt: expected at least one character"):
+        writer("", **settings)
+    ending = ByteTokenizer()
+    ending.eos = ord("c")  # begins a text without a prompt
+    assert Writer(model, ending, CONTEXT)("", **settings) == writer("c", **settings)
     rest = "".join(writer.stream("abc", echo=False, **settings))
     assert rest == writer("abc", echo=False, **settings)
     assert "abc" + rest == whole
