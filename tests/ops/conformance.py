@@ -17,6 +17,7 @@ import pytest
 from tests.batching import compute, entry
 from unitscale.core import ScaledArray, to_float
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 DTYPES = ("float32", "float16", "bfloat16")
 # float32 accumulates, and is compared with a finite difference; 16-bit types round the operand of a
 # factor, the factor and the result.
@@ -195,9 +196,8 @@ def in_every_dtype(
         "other 16 bits": {name: {"dtype": DTYPES[2 - odd]} for name, odd in narrow},
         "mapped": {name: {"mapped": True} for name in mapped[1:]},
     }
-    slow = [pytest.param(run, marks=pytest.mark.slow) for run in ("other 16 bits", "mapped")]
 
-    @pytest.mark.parametrize("run", ["float32", "16 bits", *slow])
+    @pytest.mark.parametrize("run", ["float32", "16 bits", slow("other 16 bits"), slow("mapped")])
     def test(run: str) -> None:
         check_all({n: functools.partial(cases[n], **how) for n, how in runs[run].items()})
 

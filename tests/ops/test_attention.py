@@ -16,7 +16,7 @@ from unitscale.analysis import check_gradients
 from unitscale.ops import _attention_kernels as kernels
 from unitscale.parallel import make_mesh
 
-from .conformance import assert_close, case, check, check_all, normal, pulled, rounded, scaled
+from .conformance import assert_close, case, check, check_all, normal, pulled, rounded, scaled, slow
 
 BATCH, TIME, SOURCE, DIM = 2, 11, 6, 4
 SHAPE = (1, 3, 2, 4)
@@ -24,7 +24,6 @@ SHAPE = (1, 3, 2, 4)
 SLACK = {"float64": 1, "float32": 1, "float16": 4, "bfloat16": 4}
 attend = ops.dot_product_attention
 IMPLEMENTATIONS = ["plain", "chunked"]
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -23,10 +23,11 @@ from unitscale.ops import AttentionPath, attention_path, attention_paths
 from unitscale.ops._attention_kernels import Window, splash
 from unitscale.ops._attention_path import tracing, whole_heads
 
+from .conformance import slow
+
 LONG, SHORT = (2, 1024, 8, 64), (2, 96, 8, 64)
 call = ops.dot_product_attention
 x = np.ones((2, 8, 4, 16), jnp.bfloat16)
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @contextmanager

@@ -12,10 +12,9 @@ from unitscale import ops, rules
 from unitscale.core import ScaledArray
 from unitscale.ops._elementwise import _gelu
 
-from .conformance import case, check_all, in_every_dtype, linear, normal, pulled, under_scales
+from .conformance import case, check_all, in_every_dtype, linear, normal, pulled, slow, under_scales
 
 KEY = jax.random.key(3)
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def gelu(x):

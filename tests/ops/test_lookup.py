@@ -14,11 +14,10 @@ from tests.parallel.devices import explicit_mesh
 from unitscale import ops
 from unitscale.core import ScaledArray
 
-from .conformance import in_every_dtype, linear, normal, under_scales
+from .conformance import in_every_dtype, linear, normal, slow, under_scales
 
 IDS = np.array([[0, 3, 3], [4, 0, 3]])
 POSITIONS = np.array([0, 1, 700])
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def rotate(x, positions=POSITIONS, base=10000.0):

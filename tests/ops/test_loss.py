@@ -21,9 +21,17 @@ from unitscale.core import ScaledArray
 from unitscale.ops._loss import in_one_pass, in_two_passes
 from unitscale.quant import Block, Delayed, Dynamic, MatmulConfig, QuantState, Static
 
-from .conformance import assert_close, case, check_all, in_every_dtype, normal, pulled, under_scales
+from .conformance import (
+    assert_close,
+    case,
+    check_all,
+    in_every_dtype,
+    normal,
+    pulled,
+    slow,
+    under_scales,
+)
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 BATCH, IN, VOCAB, TOKENS = (2, 3), 6, 5, 6
 LABELS = np.array([[0, 3, 1], [4, 4, 2]])
 WHERE = np.array([[True, False, True], [False, False, True]])

@@ -14,9 +14,8 @@ from tests.parallel.devices import mesh_of
 from unitscale import ops, rules
 from unitscale.core import ScaledArray
 
-from .conformance import case, in_every_dtype, normal, pulled
+from .conformance import case, in_every_dtype, normal, pulled, slow
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 TOKENS, WIDTH, HIDDEN = 6, 4, 3
 # experts, top_k, mult, renormalize
 ROUTES = {

@@ -51,6 +51,7 @@ WRONG = [
     ("model.vocab=255", r"model\.vocab must be at least the tokenizer's 256; got 255"),
     ("model.context=8", r"model\.context must be at least data\.sequence_length; got 8 and 16"),
     ("optimizer.multipliers.norm=0.1", r"multipliers need umup true.*; got umup false"),
+    ("optimizer.umup=true", r"plain models need optimizer\.umup false"),
     ("precision=nvfp4", r"precision\.matmuls in place of an FP8 precision\.policy"),
     (["optimizer.name=adam", "optimizer.weight_decay=0.1"], r"weight_decay needs name adamw"),
     ("optimizer.name=muon", r"muon needs umup true"),
