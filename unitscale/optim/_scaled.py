@@ -225,8 +225,8 @@ def scaled(
 
     With Adam the default takes 5 bytes per parameter instead of 12: a float16 weight, an FP8 first
     moment, and the root of the second moment in float16. ``moments=(e4m3fn, e4m3fn)`` with
-    stochastic rounding takes 4. Small arrays (gains and biases) stay in float32: they are few
-    bytes, and scales cost a GPU small kernels. Arrays of layers alike share these.
+    stochastic rounding takes 4. Small arrays (gains and biases) stay in float32: they take few
+    bytes, and each scale costs a GPU small kernels, which arrays of equal shape share.
 
     Scaling:
         ``inner`` computes in float32, on plain gradients (as `unitscale.grad` returns them). Each
