@@ -173,6 +173,7 @@ def test_no_tokens() -> None:
     assert not any(map(jnp.any, jax.tree.leaves(grads)))
 
 
+@pytest.mark.slow
 def test_losses_of_the_router() -> None:
     """The weight of a router loss changes gradients but not values."""
     x, cotangent = normal(5, TOKENS, WIDTH), normal(6, TOKENS, WIDTH)

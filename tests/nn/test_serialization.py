@@ -66,6 +66,7 @@ def test_a_model_with_its_optimizer() -> None:
         assert_same(serialization.from_bytes(other, serialization.to_bytes(saved)), saved)
 
 
+@pytest.mark.slow
 def test_a_served_model_is_restored_by_orbax(tmp_path: Path) -> None:
     def make(seed: int) -> nnx.Module:
         model = nnx.Sequential(

@@ -39,13 +39,14 @@ def product_flops(config: GPTConfig) -> float:
     return 6.0 * (weights + attention) * config.data.batch_size * length
 
 
+@SLOW
 @pytest.mark.parametrize(
     "words",
     [
         NARROW,
-        pytest.param((*NARROW, "precision.gradients=float8_e4m3fn"), marks=SLOW),
-        pytest.param(("precision=scalify_float16",), marks=SLOW),
-        pytest.param(("model.layers=4", "model.scan=true", *NARROW), marks=SLOW),
+        (*NARROW, "precision.gradients=float8_e4m3fn"),
+        ("precision=scalify_float16",),
+        ("model.layers=4", "model.scan=true", *NARROW),
     ],
     ids=str,
 )

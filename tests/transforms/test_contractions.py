@@ -110,7 +110,8 @@ CALLS: list[Callable[[Any], Any]] = [
 OPERATORS = lax.mul, lambda x, n: n * x, lax.div, lambda x, n: x - n * x
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("float64", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_a_number_that_enters_a_call(dtype: str) -> None:
     cases = list(itertools.product(CALLS, OPERATORS, (-0.0, jnp.inf, 3.3)))
     with jax.enable_x64(dtype == "float64"):

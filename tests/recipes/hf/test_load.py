@@ -199,10 +199,8 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "task", "modules"),
-    [HEADS[0], *(pytest.param(*h, marks=pytest.mark.slow) for h in HEADS[1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "task", "modules"), HEADS)
 def test_a_new_head(name: str, task: Any, modules: tuple[str, ...], tmp_path: Path) -> None:
     drawn = {f"{module}.{part}" for module in modules for part in ("weight", "bias")}
     with pytest.raises(RecipeError, match=rf"task {task}; {min(drawn)[:9]}.* a new head"):

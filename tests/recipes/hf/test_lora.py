@@ -274,6 +274,7 @@ def test_a_base_in_fp8(base: str, bits: int) -> None:
     assert saved == {base}
 
 
+@pytest.mark.slow
 def test_a_base_in_4_bits() -> None:
     """Rounded to half a step of E2M1 at the scale of each block of 16 inputs."""
     whole: Any = load(FIXTURES / "llama3").model

@@ -242,10 +242,8 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [pytest.param(*k, marks=[] if k == ("cnn", "fp8") else pytest.mark.slow) for k in PRODUCTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), PRODUCTS)
 def test_what_is_multiplied(make_config: MakeConfig, kind: str, name: str) -> None:
     config = make_config(f"model.kind={kind}", FORMATS[name])
     graphdef, optimizer, state = init_state(config)

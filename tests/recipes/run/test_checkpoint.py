@@ -80,7 +80,8 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
 
 # Orbax abandons the other reads when it meets the damage, and asyncio warns about them later.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("damage", ["flipped", pytest.param("missing", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
