@@ -33,7 +33,7 @@ TOPICS = {
         (
             *("parity", "parity-1200", "parity-rate-3", "parity-rate-3-1200", "parity-drift"),
             *("parity-encyclopedia", "parity-encyclopedia-same", "parity-python", "parity-nvfp4"),
-            *("parity-narrow-gradients", "parity-gradients"),
+            *("parity-markup", "parity-narrow-gradients", "parity-gradients"),
         ),
     ),
     "libraries": (
