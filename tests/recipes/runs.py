@@ -1,6 +1,7 @@
 """Run training in the test's process, capture its output, and check resuming."""
 
 import io
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,12 @@ def timeless(folder: Path) -> list[dict]:
     """Return the metrics without those that depend on time."""
     rows = read_metrics(folder / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.endswith("_per_second")} for row in rows]
+
+
+def checksums(folder: Path, step: int) -> dict[str, list[Any]]:
+    """Return dtype, shape and checksum of the arrays in a checkpoint, by name."""
+    facts = folder / f"checkpoints/{step}/facts/metadata"
+    return json.loads(facts.read_text("utf-8"))["arrays"]
 
 
 class StopAfter(Metrics):

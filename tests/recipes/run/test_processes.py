@@ -1,6 +1,5 @@
 """Worker processes, signals, and runs in two processes that resume after one is lost."""
 
-import json
 import logging
 import signal
 import subprocess
@@ -8,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +25,7 @@ from tests.parallel.devices import start_two
 
 from ..conftest import MakeConfig
 from ..dying import level_of_orbax, takes_a_while
+from ..runs import checksums
 
 
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -196,12 +196,6 @@ def saved(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def sums(folder: Path) -> dict[str, list[Any]]:
-    """Return dtype, shape and checksum of the last checkpoint's arrays, by name."""
-    facts = folder / f"checkpoints/{STEPS}/facts/metadata"
-    return json.loads(facts.read_text("utf-8"))["arrays"]
-
-
 @pytest.mark.slow
 def test_lost_processes(start: Callable[..., Pair], config_file: Path) -> None:
     """Kill one process, later suspend one, later kill the first: resumed runs end the same.
@@ -231,7 +225,7 @@ def test_lost_processes(start: Callable[..., Pair], config_file: Path) -> None:
     ended = ends(start("name=lost", *cut))
     assert [one.code for one in ended] == [0, 0], ended
     assert losses(folder) == losses(runs / "whole")
-    assert sums(folder) == sums(runs / "whole")
+    assert checksums(folder, STEPS) == checksums(runs / "whole", STEPS)
     assert saved(folder) == [STEPS - 1, STEPS]
 
 
