@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from scipy.special import softmax
-from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from ..errors import write_json
 from .data import Question, Row, SquadFeatures, Window
@@ -121,6 +120,12 @@ def _nearest(metric: Callable[[str, str], float], question: Question, prediction
 
 def score_labels(predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
     """Score predicted label ids (rows,); `f1` is the F1 of label 1, if there are two labels."""
+    from sklearn.metrics import (  # noqa: PLC0415 -- takes two seconds
+        accuracy_score,
+        f1_score,
+        matthews_corrcoef,
+    )
+
     mean: dict[str, Any] = {"average": "macro", "zero_division": 0}
     scores = {"accuracy": accuracy_score(labels, predicted)}
     if classes == 2:
