@@ -69,6 +69,7 @@ SHAPES = {
 }
 DEFAULT_SHAPES = {"cpu": "parity", "gpu": "gpt2-small", "h200": "gpt2-small,llama-1b"}
 KINDS = ("FP8 products", "16-bit products", "32-bit products", "attention", "memory-bound")
+KINDS += ("arithmetic-bound",)
 PROJECTED = (
     "All times are projected (recipes.bench.aot). All attention is cuDNN's kernel.",
     "over plain: projected time relative to plain flax.nnx in bfloat16. peak MiB: arguments, "
