@@ -93,7 +93,7 @@ def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
 def cudnn_accepts_float32() -> Iterator[None]:
     """Make JAX accept float32 operands of cuDNN's attention in a ``with`` block.
 
-    scalify traces programs in float32 and runs them with 16-bit data, unknown to JAX's checks.
+    scalify traces programs in float32, but runs them with 16-bit data.
     """
 
     def check_layout(*arrays: Any) -> None:
