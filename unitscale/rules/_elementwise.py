@@ -151,7 +151,7 @@ def _std_of_maximum(n: int) -> float:
     """Return the standard deviation of the maximum of n independent unit normal values."""
     nodes, weights = quadrature()
     above = np.array([math.erfc(x / math.sqrt(2)) / 2 for x in nodes])
-    # P(all others are below), in logarithms because `above` is tiny near the maximum of many.
+    # P(all others are below), in logarithms because `above` may be tiny.
     with np.errstate(divide="ignore"):
         density = n * weights * np.exp((n - 1) * np.log1p(-above)) if n > 1 else weights
     mean = density @ nodes
@@ -196,7 +196,7 @@ def quadrature() -> tuple[np.ndarray, np.ndarray]:
 @contextmanager
 def compile_time() -> Iterator[None]:
     """Evaluate JAX operations on concrete arrays now, even while JAX traces another function."""
-    # Inside `jax.shard_map` over some of the mesh axes, new arrays would be sharded as parts.
+    # Inside `jax.shard_map` over some of the mesh axes, JAX would treat new arrays as shards.
     no_mesh = AbstractMesh((), ())
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(no_mesh):
         yield

@@ -237,7 +237,7 @@ def gated_sum(share: float = 0.5) -> float:
 
     Scaling:
         As in `gated_update`, with two independent logistic gates, whose product has mean 1/4: the
-        weight solves `weight^2 q + q + weight c / 2 = 1`. `share` is that of the hidden state.
+        weight solves `weight^2 q + q + weight c / 2 = 1`. `share` refers to the hidden state.
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition; derived here for gates. Hochreiter,
@@ -255,7 +255,7 @@ def _check_share(rule: str, share: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _reset_power(share: float) -> float:
-    """Return E[tanh^2] with a gate on the state in its argument, divided by that without gate."""
+    """Return E[tanh^2] with a reset gate, divided by E[tanh^2] without one."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(40)
     weights = weights / weights.sum()
     gate = 1 / (1 + np.exp(-nodes))
