@@ -49,10 +49,10 @@ def conv(
         dilation: one kernel dilation, or one per spatial dimension.
         input_dilation: one dilation of the input, or one per spatial dimension.
         feature_group_count: number of groups; must divide in and out.
-        constraint: see `matmul`.
+        constraint: see `unitscale.ops`.
         config: formats that the operands are rounded to. The convolution itself runs in the wider
             dtype, because XLA has no FP8 convolution, and cotangents are not quantized.
-        state: see `matmul`.
+        state: see `unitscale.ops`.
 
     Returns:
         ScaledArray (batch, *output spatial, out) in the dtype of ``x``.
@@ -90,7 +90,7 @@ def conv_transpose(
     References:
         Dumoulin, Visin, "A guide to convolution arithmetic", 2016, arXiv 1603.07285, chapter 4.
     """
-    # It is a plain convolution whose inputs are dilated by the strides.
+    # A transposed convolution is a convolution whose input is dilated by the strides.
     how = ("strides", 1), ("dilation", dilation), ("strides", strides)
     operands, last = (x, kernel, bias), (constraint, config, state)
     return _convolve("conv_transpose", *operands, how, padding, 1, *last)
