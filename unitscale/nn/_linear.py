@@ -207,8 +207,8 @@ class Readout(_KernelLayer):
     ) -> jax.Array:
         """Return the cross-entropy of labels (...) for inputs (..., in_features).
 
-        Options are those of `ops.readout_cross_entropy`, which never holds all logits in memory at
-        once. A readout with a bias does hold all of them.
+        Options are those of `ops.readout_cross_entropy`, which computes logits in chunks. With a
+        bias, all logits are in memory at once.
         """
         if self.bias is not None:
             others: dict[str, Any] = {k: v for k, v in options.items() if k != "chunk_size"}

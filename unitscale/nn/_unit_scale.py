@@ -383,7 +383,7 @@ def _attention(
     return new, "the sharding of its kernels is not kept" if sharded else ""
 
 
-# Functions that a layer may have been given, and their default values.
+# Attributes that may hold custom functions, and their default values.
 _FUNCTIONS = (
     *("dot_general", "dot_general_cls", "einsum_op", "conv_general_dilated"),
     *("promote_dtype", "qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"),
