@@ -129,7 +129,7 @@ def _without_consts(traced: Traced, packed: Packed) -> tuple[ClosedJaxpr, list[A
 
 # -- rules -------------------------------------------------------------------------------------
 
-# The value by which jit marks a sharding that the compiler chooses; it has no public name in JAX.
+# jit's marker for a sharding that the compiler chooses; it has no public name in JAX.
 with jax.disable_jit(False):  # in case JAX_DISABLE_JIT is set
     _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
 

@@ -76,10 +76,10 @@ def known_terms(dims: Iterable[Any]) -> int:
     return max(math.prod(n for n in dims if isinstance(n, int)), 1)
 
 
-# A sum of n terms of one sign grows by n, not by its root. More terms than this count as two steps,
-# because such a sum could use up most of the range of float16.
+# Sums with more terms count as two steps: if all terms have one sign, the sum grows by n and not by
+# its root, which could use up most of the range of float16.
 _MANY = 2**12
-# The sum of as many products of numbers up to 1.5, of one sign, is within the range of float16.
+# A sum of this many products of numbers up to 1.5 is within the range of float16.
 _FITS = 2**14
 
 
@@ -173,7 +173,7 @@ def _attention_operands(
 ) -> tuple[list[Value], list[Any], dict[str, Any], Scale]:
     """Return q, k, v; arrays up to the page tables; changed parameters; q's additional scale.
 
-    The kernel adds a bias to the logits, so it must compute their true values. What is static in
+    The kernel adds a bias to the logits, so it must compute their true values. The static part of
     the scales of q and k goes into its ``scale``; the rest is multiplied into q and k, half each.
     """
     dtype = data_dtype(*values[:4])

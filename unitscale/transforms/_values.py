@@ -257,12 +257,12 @@ class Value:
             return self.once("stored", at_one)
         return self.once("stored", self.measured)
 
-    def measured(self, statistic: Statistic = "rms") -> Value:
-        """Return the value stored at the power of two nearest its size, read from the data."""
+    def measured(self) -> Value:
+        """Return the value stored at the power of two nearest its RMS, read from the data."""
         x = self.uniform()
         assert x.scale is not None, "a measured value is scaled"
         largest = format_of(self.dtype).max
-        unit = x.once(statistic, lambda: unit_of(x.apart().data, statistic, largest))
+        unit = x.once("rms", lambda: unit_of(x.apart().data, largest=largest))
         data = times(widen(x.apart().data), Scale(0, _inverse(unit)))
         # All finite float32 numbers fit, so that they need not saturate.
         is_half = self.dtype == np.float16 and data.dtype == np.float32
@@ -384,7 +384,7 @@ def fit(data: Any, dtype: Any) -> Any:
         return narrow(data, dtype)
     wide = jnp.result_type(data)
     largest, finite = np.asarray(format_of(dtype).max, wide), np.asarray(jnp.finfo(wide).max, wide)
-    # Adding the difference instead of selecting by a mask, which XLA would write to memory. In this
+    # Add a difference instead of selecting by a mask, which XLA would write to memory. In this
     # order the difference of equal numbers is +0, so that -0 keeps its sign.
     beyond = lax.sub(lax.clamp(-finite, data, finite), data)
     return narrow(lax.sub(lax.clamp(-largest, data, largest), beyond), dtype)
@@ -456,10 +456,10 @@ def units_of(arrays: Sequence[Any], largest: float) -> list[Any]:
 
 
 def _headroom(count: Any, largest: float) -> int | None:
-    """Return log2 of the least scale of a large array over its RMS, if that is small.
+    """Return log2 of (least scale / RMS) of a large array; None for others, and if above 2.
 
     No entry exceeds sqrt(n) times the RMS of n elements. For large arrays this bound replaces the
-    largest entry, so that they are read once; they count as 0 where their squares underflow.
+    largest entry, so that they are read only once; their RMS is 0 if squares underflow.
     """
     if not isinstance(count, int) or count <= 2**16:
         return None  # the count is symbolic in an export
@@ -492,8 +492,8 @@ def _magnitudes(data: Any) -> Any:
 def _rms(size: Any, axes: tuple[int, ...]) -> Any:
     """Return the RMS of float32 magnitudes; 0 below about 2^-90, where squares underflow.
 
-    Squares are summed with a factor for large and with one for small numbers. The two sums are one
-    complex sum, which XLA fuses with the operation that computes the data.
+    Squares are summed twice, with factors for large and for small numbers. Both sums are parts of
+    one complex sum, which XLA fuses with the operation that computes the data.
     """
     count = math.prod(size.shape[axis] for axis in axes)
     terms = count if isinstance(count, int) else 2**20  # the size is symbolic in an export
