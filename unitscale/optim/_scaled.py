@@ -349,8 +349,8 @@ def scaled(
 def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
     """Leave weights and state unchanged in a step whose gradients are not finite.
 
-    Like `optax.apply_if_finite`, but also for ScaledArrays, and without a branch, so that a
-    compiled update runs in place. It never gives up: check ``state.consecutive`` yourself.
+    Like `optax.apply_if_finite`, but also for ScaledArrays, without a branch (so that a compiled
+    update runs in place), and without a limit on skipped steps: check ``state.consecutive``.
 
     Args:
         inner: an optax transformation, such as one from `scaled`.
