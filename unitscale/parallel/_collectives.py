@@ -438,16 +438,16 @@ def all_gather(
 
 @contextmanager
 def exchange_gradients(dtype: Any) -> Iterator[None]:
-    """Sum gradients of weights over the mesh axis fsdp in few bits, while a function is traced.
+    """Sum weight gradients over the mesh axis fsdp in FP8 or bfloat16, while a function is traced.
 
     The context applies to matmuls of `unitscale.ops` and `unitscale.quant` under `jax.jit`, on a
     mesh (`jax.set_mesh`) whose only axis of several devices is ``fsdp``. XLA sums all other
-    gradients, and those of matrices that the axis does not divide.
+    gradients, and those of matrices that the axis does not divide evenly.
 
     Scaling:
-        Each device rounds its part of the sum to ``dtype``: FP8 with a power-of-two scale of its
-        own, as `value_and_grad` rounds gradients. It sends every device the piece that it keeps (an
-        all-to-all), and pieces are added in float32: (n - 1) / n bytes per entry in FP8.
+        Each device rounds its partial sum to ``dtype`` (FP8 with a power-of-two scale of its own,
+        as in `value_and_grad`), and sends each device the shard that this device keeps (an
+        all-to-all). Shards are added in float32. In FP8, (n - 1) / n bytes are sent per entry.
 
     Args:
         dtype: "float8_e4m3fn", "float8_e5m2" or "bfloat16"; None or float32 for XLA's own sums.
