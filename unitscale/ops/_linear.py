@@ -109,8 +109,7 @@ def dense(
 
     Scaling: `rules.dense`, with the global batch size (`unitscale.batch_over`). The scale of the
     result is the product of the scales of x and kernel. With ``config``, a scalar scale of the
-    kernel is multiplied into the result's data and both gradients instead (not in float16, which
-    lacks the range).
+    kernel multiplies the result's data and both gradients (not in float16, which lacks the range).
 
     Args:
         x: (..., in), floating.

@@ -55,10 +55,9 @@ class Moment:
         power of two (1 in float32 and bfloat16). In arrays of up to 2^16 entries, initial states
         and blocks it follows from the exact maximum, so that nothing saturates.
 
-        In larger arrays it follows from a sample of about 2^14 evenly spaced entries. Formats with
-        5 exponent bits (float16, e5m2) leave headroom of 2^10 above the sample. Formats with fewer
-        leave headroom of 2 above the sample and all earlier entries; a larger entry saturates for
-        some steps.
+        In larger arrays it follows from a sample of about 2^14 evenly spaced entries, with headroom
+        of 2^10 in formats with 5 exponent bits (float16, e5m2). In formats with fewer it has
+        headroom of 2 above sampled and earlier entries; a larger one saturates for some steps.
 
         The root halves the exponents: float8_e4m3fn then covers 2^34 between the largest and the
         smallest second moment, with a relative error of at most 2^-3. Nonzero values never round to
@@ -371,8 +370,7 @@ def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
 def sample(x: Any, axes: Sequence[int]) -> list[Any]:
     """Return evenly spaced rows and columns of a large array, and all of a small one.
 
-    Rows alone could all belong to one channel of a flattened image; reading a column costs 32 bytes
-    per entry, so fewer are read.
+    Columns cost 32 bytes per entry, but rows may all belong to one channel of a flattened image.
     """
     if not is_sampled(x.shape, axes):
         return [x]

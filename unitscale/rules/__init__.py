@@ -60,7 +60,6 @@ from ._residual import umup_learning_rate as umup_learning_rate  # Learning rate
 # For the other packages of the library.
 from ._attention import logit_factor as logit_factor
 from ._residual import (
-    RESIDUAL_SCHEMES as RESIDUAL_SCHEMES,
     ROLES as ROLES,
     ResidualFactors as ResidualFactors,
 )

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -134,12 +134,8 @@ class AttentionContext:
                 "unitscale.rules.AttentionContext: taus_below must hold one tau for each attention "
                 f"and MLP branch below, an even number; got {len(self.taus_below)}"
             )
-        check_choice(
-            "unitscale.rules.AttentionContext",
-            "norm_placement",
-            self.norm_placement,
-            get_args(NormPlacement),
-        )
+        name = "unitscale.rules.AttentionContext"
+        check_choice(name, "norm_placement", self.norm_placement, NormPlacement)
 
     def mean_square(
         self,

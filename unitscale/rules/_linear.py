@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from ..core import check_choice
 
@@ -84,7 +84,7 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
     factors = (output, *grad_inputs)
     if constraint is None:
         return factors
-    check_choice("unitscale.rules.constrain", "constraint", constraint, get_args(Constraint))
+    check_choice("unitscale.rules.constrain", "constraint", constraint, Constraint)
     count = len(grad_inputs)
     needed, index = _ONE_GRADIENT.get(constraint, (count, 0))
     if needed != count:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ from ._linear import Constraint, Factors, check_sizes, constrain, positive_numbe
 
 ResidualScheme: TypeAlias = Literal["fixed", "running_mean", "depth"]
 """How `residual_taus` computes the tau of each branch."""
-
-RESIDUAL_SCHEMES: tuple[ResidualScheme, ...] = get_args(ResidualScheme)
-"""All schemes of `residual_taus`."""
 
 ROLES = ("weight", "bias", "norm", "readout", "embedding")
 """Roles of parameters, for `umup_learning_rate` and `unitscale.nn.Policy`."""
@@ -130,7 +127,7 @@ def residual_taus(
     References:
         Unit Scaling, arXiv 2303.11257, residual schemes; u-muP, arXiv 2407.17465, appendix G.
     """
-    check_choice("unitscale.rules.residual_taus", "scheme", scheme, RESIDUAL_SCHEMES)
+    check_choice("unitscale.rules.residual_taus", "scheme", scheme, ResidualScheme)
     check_sizes("residual_taus", num_branches=num_branches)
     tau = positive_number("residual_taus", "tau", tau)
     mult = positive_number("residual_taus", "mult", mult)
