@@ -31,7 +31,7 @@ from ._program import (
 )
 
 _SOUND = ("right", "no gradient")
-# Gradients this much smaller than the largest count as zero, up to rounding in float64.
+# Gradients below this share of the largest count as zero: they may be rounding errors.
 _NOTHING = 1e-11
 # Tolerance of ratios, because an op multiplies a few factors that are rounded to float32.
 _TOLERANCE = 1e-5

@@ -173,7 +173,6 @@ class custom_vjp:
         self._fun.defvjp(fwd, bwd)
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function with positional arguments."""
         arrays = iter(match_varying([a for i, a in enumerate(args) if i not in self._static]))
         args = tuple(a if i in self._static else next(arrays) for i, a in enumerate(args))
         try:

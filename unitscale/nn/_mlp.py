@@ -104,7 +104,7 @@ def _fwd(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], A
 
 def _bwd(jaxpr: Jaxpr, residuals: Any, cotangents: list[Any]) -> Any:
     consts, args = residuals
-    # Without a barrier, XLA may reuse and so store the result of the forward pass.
+    # Without a barrier, XLA may store and reuse the result of the forward pass.
     args = jax.lax.optimization_barrier(args)
     _, pull = jax.vjp(partial(_rematerialized, jaxpr), consts, args)
     return pull(cotangents)

@@ -48,7 +48,7 @@ def _normalized(how, factors, out_dtype, x, affine, constants):
 def _normalized_fwd(how, factors, out_dtype, x, affine, constants):
     x_scale, *scales = constants
     # The second barrier makes XLA compute the statistics once (for RMS norm in the kernel that
-    # writes x). Other norms read the first entry of each row: the first barrier stores x before.
+    # writes x). Layer norm reads the first entry of each row: the first barrier stores x before.
     x = lax.optimization_barrier(x) if how.centered else x
     x, statistics = lax.optimization_barrier((x, _statistics(how, how.split(x), x_scale)))
     y = _apply(how, x, statistics)

@@ -330,14 +330,14 @@ def _choose_scale(
     else:
         largest = functools.reduce(lax.max, [_largest_bits(part, axes) for part in parts])
         largest = largest if moment.stack_axes else largest.reshape(())
-    # With integers, because XLA needs more kernels to do the same in float32. Round as the format
+    # In integers, because XLA needs more kernels to do the same in float32. Round as the format
     # does, so that a value that rounds up to a power of two counts as one, and storing a loaded
     # array changes nothing. Squares of roots round up at half the distance.
     bits = format_of(moment.dtype).mantissa_bits - moment.root
     biased = ((largest + jnp.uint32(1 << (22 - bits))) >> 23).astype(jnp.int32)
     biased = (biased + 127) >> 1 if moment.root else biased
     zero, infinity = (63, 191) if moment.root else (0, 255)  # as above
-    # The power of two above the largest magnitude becomes the largest one of the format.
+    # Map the power of two above the largest magnitude to the largest power of two of the format.
     above = 1 - _highest_exponent(moment.dtype)
     room, unseen = (_ROOM, 127 + _EXPONENT_OF_UNSEEN) if is_sample else (0, 127 - above)
     if seen:

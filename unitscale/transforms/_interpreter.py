@@ -103,7 +103,6 @@ class Interpreter:
     """Evaluate the equations of one jaxpr; each inner jaxpr gets its own interpreter."""
 
     def __init__(self, settings: Settings):
-        """Store the settings."""
         self.settings = settings
 
     # -- methods that rules call -------------------------------------------------------------
@@ -124,7 +123,7 @@ class Interpreter:
         dtype = data_dtype(*values)
 
         def wrap(data: Any) -> Value:
-            # References, as of `jax.new_ref`, hold plain values.
+            # References, such as those of `jax.new_ref`, hold plain values.
             is_array = hasattr(data, "dtype") and not hasattr(jax.typeof(data), "inner_aval")
             return wide_value(data, dtype) if is_array and is_float(data) else Value(data)
 

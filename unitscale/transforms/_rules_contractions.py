@@ -127,14 +127,14 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
         return contract(left, right, dtype)
 
     if types[0] == types[1] == dtype == np.float16 and 0 <= growth <= 10:
-        # The sum may overflow float16, so one operand is divided by the growth before: the matmul
-        # then writes float16, not float32. A smaller result that surely fits is divided instead,
-        # which XLA does within the matmul. On a CPU, XLA would also accumulate in float16.
+        # Divide one operand by the growth: the sum could overflow float16, and the matmul should
+        # not write float32. A small result that fits is divided instead, which XLA fuses. On a CPU,
+        # XLA would also accumulate in float16, so there the float32 result is divided.
         arrays = left, right, aval_of(eqn.outvars[0])
         *sizes, result = (known_terms(a.shape) for a in arrays)
         fits = x.is_sized and y.is_sized and terms <= _FITS and result <= min(sizes)
         data = lax.platform_dependent(left, right, cpu=after, default=inside if fits else before)
-    elif is_bfloat:  # whose range is that of float32
+    elif is_bfloat:  # bfloat16 has the range of float32
         data = inside(left, right)
     else:
         data = after(left, right)

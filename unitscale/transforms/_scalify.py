@@ -38,7 +38,6 @@ class Scalified:
         static_scaling: StaticScaling,
         decouple: bool = False,
     ):
-        """Wrap a function; see `scalify`."""
         self._function = function
         self._static_argnums = frozenset(static_argnums)
         self._static_argnames = frozenset(static_argnames)
@@ -156,7 +155,7 @@ def _gathered(values: list[Value]) -> list[Value]:
     for v in values:
         array = scale_of(v).array
         if isinstance(array, Tracer) and not array.ndim:
-            # `jax.vmap` gives mapped arrays a class of their own; they are not stacked with others.
+            # Arrays that `jax.vmap` maps have a class of their own; do not stack them with others.
             groups.setdefault((type(array), jax.typeof(array)), []).append(v)
     for group in groups.values():
         vector = lax.optimization_barrier(jnp.stack([scale_of(v).array for v in group]))

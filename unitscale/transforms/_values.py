@@ -138,7 +138,6 @@ class Value:
         steps: int | None = None,
         const: float | None = None,
     ):
-        """Build a value; see the class."""
         self.data = data
         self.scale = scale
         # Typed as Any, because it is None only where the scale is None.
@@ -304,7 +303,7 @@ def leaving(values: Sequence[Value]) -> list[Value]:
     for v in values:
         is_narrow = v.scale is not None and not is_complex(v.data) and not spans(v.dtype)
         if is_narrow and not scale_of(v).ndim and not v.is_sized and jnp.size(v.data):
-            # `jax.vmap` gives mapped arrays a class of their own; they are not stacked with others.
+            # Arrays that `jax.vmap` maps have a class of their own; do not stack them with others.
             groups.setdefault((type(v.data), jax.typeof(v.data), v.dtype), []).append(v)
     for (_, _, dtype), group in groups.items():
         for start in range(0, len(group), _TOGETHER):
@@ -451,7 +450,7 @@ def units_of(arrays: Sequence[Any], largest: float) -> list[Any]:
     stacked = jnp.stack(sizes)
     axes = tuple(range(1, stacked.ndim))
     rms, amax = _rms(stacked, axes), lax.reduce_max(stacked, axes)
-    # `_unit` works on each slice, because XLA fuses slices with later operations, but not alone.
+    # Slice before `_unit`, because XLA fuses a slice only with operations that use it.
     return [_unit(count, largest, rms[i], lambda i=i: amax[i]) for i in range(len(arrays))]
 
 
