@@ -282,7 +282,7 @@ class Comparison(Exact):
 
 
 def _gradients_of_op(eqn: Any, operands: list[Any]) -> dict[int, tuple[Any, Any]]:
-    """Return the cotangents of a custom_vjp's operands by its own rule, and the true ones."""
+    """Return both cotangents of each operand of a custom_vjp: by its own rule, and the true one."""
     if only_rounds(eqn):
         return {}
     avals, results = types_of(eqn.invars), types_of(eqn.outvars)
@@ -348,7 +348,7 @@ def _blame(graph: Graph, gradients: list[dict[Any, Any]]) -> tuple[Guilty, ...]:
 
 
 def _unexplained(edges: list[Edge], suspects: dict[int, list[tuple[Edge, float]]]) -> set[int]:
-    """Return the calls whose ratios cancel neither alone nor with those of one or two others."""
+    """Return the calls whose ratios do not cancel, alone or with one or two other calls."""
     parent: dict[int, int] = {}
 
     def root(vertex: int) -> int:

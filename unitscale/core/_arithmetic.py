@@ -182,14 +182,14 @@ def operand(x: Any, beside: Scale = None) -> Pair | None:
     """Convert an operand to a pair; return None if it is not a real array or number.
 
     Python numbers are split exactly into weakly typed data of magnitude near 1 and a power of two.
-    Zero, infinity and NaN get the scale ``beside``, that of the other operand.
+    Zero, infinity and NaN get the scale of the other operand, ``beside``.
     """
     if hasattr(x, "map_data"):
         return x.pair
     if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
         if x == 0 or not np.isfinite(x):
             return jnp.asarray(float(x)), beside
-        # Keep the scale within the normal numbers of float32; the data takes the rest.
+        # Clamp the scale to the normal numbers of float32; the data holds the remainder.
         scale = min(max(static_pow2(abs(x)), 2.0**-126), 2.0**127)
         return jnp.asarray(x / scale), None if scale == 1 else jnp.float32(scale)
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):

@@ -155,7 +155,7 @@ class DifferentiableArray(ScaledArray):
 
     @property
     def data(self) -> jax.Array:
-        """The data, converted from the format in which it is stored."""
+        """The data, converted from its storage format."""
         return _with_probe(widen(self.stored), self.probe)
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:

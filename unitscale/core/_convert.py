@@ -189,7 +189,7 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None, *, stack_axes: in
         tree: pytree; integer, boolean and key leaves are kept. ScaledArrays keep their scale if
             ``scale`` is None.
         scale: one scale for all leaves, or None to compute one for each.
-        dtype: data format; None keeps that of each leaf.
+        dtype: data format; None keeps the format of each leaf.
         stack_axes: number of leading axes that stack items, such as layers stacked by `jax.vmap`.
             Each item gets its own scale, of shape ``shape[:stack_axes] + (1, ..., 1)``, so that
             `jax.lax.scan` and `jax.vmap` map over data and scale together.
@@ -268,7 +268,7 @@ def to_array(tree: Any, dtype: Any = None) -> Any:
 
     Args:
         tree: pytree of arrays and ScaledArrays.
-        dtype: dtype of the values; None keeps that of `ScaledArray.value`.
+        dtype: dtype of the values; None keeps the dtype of `ScaledArray.value`.
     """
 
     def convert(x: Any) -> Any:

@@ -271,12 +271,12 @@ def normal_pow2(exponent: jax.Array) -> jax.Array:
 
 
 def static_pow2(x: float) -> float:
-    """Return the power of two whose log2 is nearest to that of a positive Python number."""
+    """Return the power of two nearest to a positive Python number, by the difference of log2."""
     return 2.0 ** round(math.log2(x))
 
 
 def static_pow2_sqrt(n: int) -> float:
-    """Return the power of two whose log2 is nearest to that of sqrt(n); 1 for n = 0.
+    """Return the power of two nearest to sqrt(n), by the difference of log2; 1 for n = 0.
 
     The scale of a sum of n independent terms of unit variance (Scalify, Balanca et al., 2024, arXiv
     2407.17353).
@@ -469,7 +469,7 @@ def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array
 
 
 def _within(fmt: Format, dtype: Any) -> Format:
-    """Return ``fmt`` with its largest value limited to that of ``dtype``."""
+    """Return ``fmt`` with its largest value limited to the range of ``dtype``."""
     own = format_of(dtype)
     bits = min(fmt.mantissa_bits, own.mantissa_bits) + 1
     fraction, exponent = math.frexp(min(fmt.max, own.max))

@@ -210,10 +210,10 @@ class MultiHeadAttention(nnx.Module):
             inputs_q: (..., time, in_features).
             inputs_k: (..., source, in_kv_features), or None for self-attention.
             inputs_v: (..., source, in_kv_features); ``inputs_k`` by default.
-            mask: booleans or numbers that broadcast to (..., heads, time, source), such as those of
+            mask: booleans or numbers that broadcast to (..., heads, time, source), for example from
                 `nnx.make_causal_mask`; queries attend to keys where it is nonzero.
-            segment_ids: (..., time) integers: tokens attend only to those with the same id, such as
-                those of their document in a packed sequence.
+            segment_ids: (..., time) integers: tokens attend only to tokens with the same id, for
+                example in the same document of a packed sequence.
             positions: (time,) or (..., time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own setting by default.
             rngs: streams of keys for dropout, or a key; the layer's own by default.

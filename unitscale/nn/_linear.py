@@ -162,8 +162,8 @@ class Readout(_KernelLayer):
     """The layer that produces the logits (`ops.readout`).
 
     The gradient of the input has its own factor, so the input must be a cut edge
-    (`analysis.cut_edges`). FP8 policies leave its matmuls in the compute dtype, except those of
-    `Policy.with_quantized_readout`.
+    (`analysis.cut_edges`). FP8 policies leave its matmuls in the compute dtype, unless they were
+    made by `Policy.with_quantized_readout`.
 
     Args:
         pad_to_multiple_of: pads the kernel with columns of zeros up to a multiple that matmul

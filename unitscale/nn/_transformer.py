@@ -168,7 +168,7 @@ class TransformerLayer(nnx.Module):
         deterministic: bool | None = None,
         factors: LayerFactors | None = None,
     ) -> ScaledArray:
-        """Map (..., time, features) to the same shape; arguments are those of the attention.
+        """Map (..., time, features) to the same shape; takes the arguments of the attention.
 
         A `TransformerStack` that scans over layers passes ``factors`` to replace the layer's own.
         """
@@ -341,7 +341,7 @@ class TransformerStack(nnx.Module):
         positions=None,
         deterministic: bool | None = None,
     ) -> ops.ArrayLike:
-        """Map (..., time, features) to the same shape; arguments are those of the attention."""
+        """Map (..., time, features) to the same shape; takes the arguments of the attention."""
         options = given(
             mask=mask,
             segment_ids=segment_ids,
@@ -437,7 +437,7 @@ def scan_layers(
     checkpoint: Callable[[Any], Any],
     one_by_one: bool = False,
 ) -> ScaledArray:
-    """Apply each layer of a stack to the output of the one before, by `jax.lax.scan`.
+    """Apply the layers of a stack one after another, by `jax.lax.scan`.
 
     ``call`` maps a layer, its input and its entry of ``xs`` to the next input; ``checkpoint`` wraps
     the step. If layers change their state, the stack's state is updated. With ``one_by_one`` every

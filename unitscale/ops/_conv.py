@@ -84,8 +84,8 @@ def conv_transpose(
     Scaling: `rules.conv` with strides of 1 and an input dilation of ``strides``; scales as in
     `conv`.
 
-    The arguments are those of `conv`, with ``padding`` "SAME" (``strides`` outputs per input),
-    "VALID", an integer, or (low, high) pairs.
+    Takes the arguments of `conv`, with ``padding`` "SAME" (``strides`` outputs per input), "VALID",
+    an integer, or (low, high) pairs.
 
     References:
         Dumoulin, Visin, "A guide to convolution arithmetic", 2016, arXiv 1603.07285, chapter 4.
@@ -269,7 +269,7 @@ def max_pool(
 
     Scaling: `rules.max_pool`. The result keeps the scale of x. Its mean is not zero.
 
-    The arguments are those of `avg_pool`. The input is padded with -inf.
+    Takes the arguments of `avg_pool`. The input is padded with -inf.
     """
     windows = _windows("max_pool", x, window_shape, strides, padding)
     factors = rules.max_pool(windows.shape, windows.strides, constraint=constraint)

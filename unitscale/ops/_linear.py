@@ -114,7 +114,7 @@ def dense(
     Args:
         x: (..., in), floating.
         kernel: (in, out), floating. With ``config`` it is quantized directly from its own dtype,
-            which is also that of its gradient.
+            and its gradient has that dtype too.
         bias: (out,), or None.
         constraint: see `unitscale.ops`.
         config: see `unitscale.ops`.
@@ -144,7 +144,7 @@ def readout(
     Scaling: `rules.readout`; scales as in `dense`. The default constraint None is correct if the
     input is a cut edge, that is, if all gradients of the rest of the model pass through it.
 
-    The arguments and the result are those of `dense`.
+    Takes the arguments of `dense`, and returns a result of the same shape and dtype.
     """
     return affine("readout", rules.readout, x, kernel, bias, constraint, config, state)
 

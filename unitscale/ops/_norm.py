@@ -207,7 +207,7 @@ def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) 
 
     Scaling: as in `layer_norm`.
 
-    The arguments are those of `layer_norm`, without a bias.
+    Takes the arguments of `layer_norm`, without a bias.
 
     References:
         Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
@@ -228,8 +228,8 @@ def group_norm(
 
     Scaling: as in `layer_norm`.
 
-    The arguments are those of `layer_norm`, with x (batch, ..., features). ``num_groups`` is the
-    number of groups of neighboring features; it must divide the number of features.
+    Takes the arguments of `layer_norm`, with x (batch, ..., features). ``num_groups`` is the number
+    of groups of neighboring features; it must divide the number of features.
 
     References:
         Wu, He, "Group Normalization", 2018, arXiv 1803.08494.
@@ -257,8 +257,8 @@ def batch_norm(
 
     Scaling: as in `layer_norm`.
 
-    The arguments are those of `layer_norm`. If ``statistics``, mean and variance (features,), are
-    given, they replace those of ``x``: pass running averages of `batch_statistics` to evaluate.
+    Takes the arguments of `layer_norm`. ``statistics``, a mean and a variance (features,), replace
+    those of the batch: pass running averages of `batch_statistics` to evaluate.
 
     References:
         Ioffe, Szegedy, "Batch Normalization", 2015, arXiv 1502.03167.

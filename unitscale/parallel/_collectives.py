@@ -250,8 +250,8 @@ def all_reduce(
     """Average gradients over a mesh axis, sending them in FP8.
 
     Scaling:
-        1. All devices agree on one power-of-two scale per tensor: the smallest with which the
-           largest magnitude on any device fits into the format, divided by ``mu``.
+        1. All devices agree on one power-of-two scale per tensor: the smallest that brings the
+           largest magnitude on any device into the format's range, divided by ``mu``.
         2. Each rounds g / scale to ``dtype``, saturating, and sends part i to device i (an
            all-to-all). Device i averages what it received in float32.
         3. The mean is rounded to ``dtype`` at the same scale and sent to all (an all-gather).
@@ -378,8 +378,8 @@ def all_gather(
 
     Scaling:
         data = part / scale, rounded once and saturating. The scale is the smallest power of two
-        with which the largest magnitude of all parts fits. Weights that are already in ``dtype``,
-        with the same power-of-two scale on all devices, arrive unchanged.
+        that brings the largest magnitude of all parts into range. Weights that are already in
+        ``dtype``, with the same power-of-two scale on all devices, arrive unchanged.
 
     It has no derivative: differentiate with respect to ``to_array`` of the result, and scatter the
     gradient with `reduce_scatter`.

@@ -481,8 +481,8 @@ def contract(
         spec: the contraction.
         factors: static (fwd, bwd_lhs, bwd_rhs).
         config: formats and strategy; None multiplies the operands in their promoted dtype.
-        out_dtype: dtype of the result. The default is that of lhs with ``config``, else the
-            promoted one; 8-bit types count as bfloat16. Gradients have their operands' dtypes.
+        out_dtype: dtype of the result; by default the dtype of lhs with ``config``, else the
+            promoted dtype (8-bit types count as bfloat16). Gradients have their operands' dtypes.
         state: the scales of `Delayed`, or of `Static` without scales. Its gradient holds the amax
             statistics of the three tensors, for `QuantState.advance`.
         multiplier: scalar array, such as an operand's scale, that multiplies the results of all

@@ -18,7 +18,7 @@ from ._residual import residual
 from ._softmax import SoftmaxMoments, causal_softmax_moments, moments_by_size, softmax_moments
 
 NormPlacement = Literal["pre", "post", "none"]
-"""Position of the norm: before the residual branch, after the residual sum, or none."""
+"""Position of the norm in an `AttentionContext`: before a branch, after the sum, or none."""
 
 # Limits on groups of positions: groups of one position, further groups, groups per window, and
 # windows (positions after the last window have the same statistics).
@@ -168,7 +168,7 @@ class _Covariance(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """Maps the covariance of values at all positions to that of attention's outputs."""
+    """Maps the covariance of values at all positions to the covariance of attention's outputs."""
 
     length: int
     is_causal: bool

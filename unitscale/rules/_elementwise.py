@@ -29,8 +29,8 @@ def elementwise(
 
     Scaling:
         The forward factor is `1 / std(f(mult * x))`; before the constraint, the backward factor is
-        `1 / RMS(d/dx f(mult * x))`, both for `x ~ N(0, 1)`. They are integrated numerically, also
-        across a kink at 0 such as that of relu. The mean of `f` is not removed. If the derivative
+        `1 / RMS(d/dx f(mult * x))`, both for `x ~ N(0, 1)`. They are integrated numerically,
+        including across a kink at 0, as in relu. The mean of `f` is not removed. If the derivative
         is zero almost everywhere (sign, round), the backward factor is the forward one.
 
     Raises:

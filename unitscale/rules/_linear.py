@@ -40,8 +40,8 @@ class Factors:
     """The static factors of an op in the forward and backward pass; hashable.
 
     Scaling:
-        The op computes `fwd * f(x, ...)`. The gradient of operand `i` is that of the *unscaled*
-        `f`, multiplied by `bwd[i]`. A backward factor equal to `fwd` gives the exact gradient; any
+        The op computes `fwd * f(x, ...)`. The gradient of operand `i` is the gradient of the
+        unscaled `f` times `bwd[i]`. A backward factor equal to `fwd` gives the exact gradient; any
         other is only correct on a cut edge (see `constrain`).
 
     References:

@@ -83,7 +83,7 @@ class Traced(NamedTuple):
     specs: tuple[Spec, ...]
 
     def rebuild(self, results: Sequence[Any], scales: Sequence[Any]) -> list[Value]:
-        """Turn results into values; ``scales`` are those of the operands."""
+        """Turn results into values, given the scales of the operands."""
         count = len(self.specs)
         known = [*scales, *results[count:]]
         return [s.unpack(r, known) for s, r in zip(self.specs, results[:count], strict=True)]

@@ -199,7 +199,7 @@ def _attention_operands(
 
 @register("contraction", "dot_product_attention_fwd_wrapper")
 def attention(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """Call the kernel on data: apply the scales of q and k, and give the result that of v."""
+    """Call the kernel on data: apply the scales of q and k; the result has the scale of v."""
     (_, _, v), arrays, changes, _ = _attention_operands(eqn, values)
     data, *statistics = interpreter.bind(eqn, arrays, **changes)
     return [v.with_data(data), *(wide_value(s, np.float32) for s in statistics)]

@@ -356,7 +356,7 @@ def is_complex(data: Any) -> bool:
 
 
 def data_dtype(*values: Value) -> Any:
-    """Return the type of a result: that of its scaled operands; plain ones do not widen it."""
+    """Return the promoted type of the scaled operands; plain operands do not widen a result."""
     return np.dtype(jnp.result_type(*[v.dtype for v in values if v.dtype is not None]))
 
 
