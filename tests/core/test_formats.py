@@ -17,9 +17,7 @@ from unitscale.core import (
     Format,
     cast,
     check_choice,
-    decode_float8,
     dithered,
-    encode_float8,
     exponent_of,
     format_of,
     is_float8,
@@ -355,12 +353,9 @@ class TestFloat8:
     """The bit arithmetic used on CPUs gives the same results as other platforms' instructions."""
 
     @pytest.mark.parametrize("dtype", FP8)
-    def test_every_number_decodes_to_itself_and_back(self, dtype: str) -> None:
+    def test_every_number_is_cast_to_itself(self, dtype: str) -> None:
         codes = np.arange(256, dtype=np.uint8)
-        data = codes.view(jnp.dtype(dtype))
-        expected = data.astype(np.float32)
-        found = np.asarray(jax.jit(decode_float8)(data))
-        np.testing.assert_array_equal(found, expected)
+        expected = codes.view(jnp.dtype(dtype)).astype(np.float32)
         finite = np.isfinite(expected)
         again = np.asarray(cast(expected[finite], dtype))
         np.testing.assert_array_equal(again.view(np.uint8), codes[finite])
@@ -370,10 +365,8 @@ class TestFloat8:
     @pytest.mark.parametrize("dtype", FP8)
     def test_what_is_not_finite(self, dtype: str) -> None:
         fmt, x = format_of(dtype), jnp.float32([1e6, -3e38, jnp.inf, -jnp.inf, jnp.nan])
-        for infinity in (True, False):
-            found = encode_float8(x, fmt, widen, infinity=infinity).astype(jnp.float32)
-            beyond = np.inf if infinity and fmt.has_inf else np.nan
-            np.testing.assert_array_equal(found, [fmt.max, -fmt.max, beyond, -beyond, np.nan])
+        beyond, found = np.inf if fmt.has_inf else np.nan, cast(x, dtype).astype(jnp.float32)
+        np.testing.assert_array_equal(found, [fmt.max, -fmt.max, beyond, -beyond, np.nan])
 
 
 class TestNoise:

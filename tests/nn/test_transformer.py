@@ -1,7 +1,7 @@
 """Attention and its cache, residual branches, transformer layers and stacks, scans over layers."""
 
 import functools
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +166,7 @@ def test_a_layer_is_two_residual_branches(placement) -> None:
 
 
 def test_a_stack_follows_its_scheme() -> None:
-    for scheme in rules.RESIDUAL_SCHEMES:
+    for scheme in get_args(rules.ResidualScheme):
         settings = {"tau": 0.4, "mult": 0.7, "attention_ratio": 1.5, "scheme": scheme}
         settings = {f"residual_{key}": value for key, value in settings.items()}
         stack = nnx.eval_shape(

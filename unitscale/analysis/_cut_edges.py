@@ -222,7 +222,7 @@ class Graph(Interpreter):
         nodes = self.run(eqn.params["call_jaxpr"], ports)
         self.inside = False
         if all(node is None for node in nodes):
-            # The body has no derivative, as if it rounds, but the function has a rule.
+            # The body, such as a rounding, has no derivative, but the function has a rule.
             return self.operation(ports, eqn.outvars)
         self.name(nodes, eqn.outvars)
         return nodes

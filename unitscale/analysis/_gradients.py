@@ -31,7 +31,7 @@ from ._program import (
 )
 
 _SOUND = ("right", "no gradient")
-# Gradients this much smaller than the largest count as zero, up to rounding in float64.
+# Gradients below this share of the largest count as zero: they may be rounding errors.
 _NOTHING = 1e-11
 # Tolerance of ratios, because an op multiplies a few factors that are rounded to float32.
 _TOLERANCE = 1e-5
@@ -108,13 +108,13 @@ def check_gradients(
     Scaling:
         Two gradients are computed in float64 without rounding, so that any policy can be checked,
         also FP8. The computed gradient uses the backward rules of the ops; the true gradient
-        differentiates their forward bodies. If they differ in more than a constant, as by factors
-        that differ off cut edges (`cut_edges`), the report names the ops that cause it.
+        differentiates their forward bodies. If they differ by more than a constant, for example
+        because of factors off cut edges (`cut_edges`), the report names the ops that cause it.
 
     Args:
         loss: deterministic function ``loss(params, *batch)`` that returns a floating scalar.
-        params: tree of arrays or ScaledArrays, whose floating leaves are checked. Of ScaledArrays
-            the data is checked, at a constant scale.
+        params: tree of arrays or ScaledArrays, whose floating leaves are checked; ScaledArrays with
+            respect to their data, at a constant scale.
         *batch: further arguments, which are not differentiated.
         tolerance: largest spread of a right gradient.
 
@@ -282,7 +282,7 @@ class Comparison(Exact):
 
 
 def _gradients_of_op(eqn: Any, operands: list[Any]) -> dict[int, tuple[Any, Any]]:
-    """Return the cotangents of a custom_vjp's operands by its own rule, and the true ones."""
+    """Return both cotangents of each operand of a custom_vjp: by its own rule, and the true one."""
     if only_rounds(eqn):
         return {}
     avals, results = types_of(eqn.invars), types_of(eqn.outvars)
@@ -320,7 +320,7 @@ def _blame(graph: Graph, gradients: list[dict[Any, Any]]) -> tuple[Guilty, ...]:
         if edge.op is None or (pair := gradients[edge.op].get(edge.operand)) is None:
             continue
         ratio = Ratio.of(*pair)
-        # If the gradient is zero for these values, a factor does no harm.
+        # Factors have no effect where the gradient is zero.
         if not math.isfinite(ratio.true) or ratio.given == ratio.true == 0:
             continue
         if not ratio.constant > 0 or ratio.spread > _TOLERANCE:
@@ -348,7 +348,7 @@ def _blame(graph: Graph, gradients: list[dict[Any, Any]]) -> tuple[Guilty, ...]:
 
 
 def _unexplained(edges: list[Edge], suspects: dict[int, list[tuple[Edge, float]]]) -> set[int]:
-    """Return the calls whose ratios cancel neither alone nor with those of one or two others."""
+    """Return the calls whose ratios do not cancel, alone or with one or two other calls."""
     parent: dict[int, int] = {}
 
     def root(vertex: int) -> int:
@@ -369,7 +369,7 @@ def _unexplained(edges: list[Edge], suspects: dict[int, list[tuple[Edge, float]]
     logs = np.zeros((len(steps), len(suspects)))  # a column for each call
     for row, (column, _, ratio) in enumerate(steps):
         logs[row, column] = math.log(ratio)
-    # The rest of the logarithms after subtracting the nearest differences of a potential.
+    # The residual of a least-squares fit of the logarithms by differences of a potential.
     rest = logs - incidence @ (np.linalg.pinv(incidence) @ logs) if steps else logs
     left = set(range(len(suspects)))
     for size in (1, 2, 3):

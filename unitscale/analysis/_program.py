@@ -1,4 +1,4 @@
-"""Sources of a jaxpr's equations, and interpreters of jaxprs, one of which uses float64."""
+"""Sources of jaxpr equations; a base class of jaxpr interpreters, and one that uses float64."""
 
 import functools
 import os
@@ -321,7 +321,7 @@ def _bind_wide(eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _custom_jvp(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Evaluate a function, and keep its custom_jvp rule, such as that of relu at zero."""
+    """Evaluate a function, and keep its custom_jvp rule, such as relu's at zero."""
     closed, avals = eqn.params["call_jaxpr"], types_of(eqn.invars)
     _, rule = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
     float0 = jax.dtypes.float0  # the type of tangents of integers

@@ -63,9 +63,7 @@ from ._compat import (
 from ._convert import from_json as from_json, to_json as to_json
 from ._formats import (
     check_choice as check_choice,
-    decode_float8 as decode_float8,
     dithered as dithered,
-    encode_float8 as encode_float8,
     exponent_of as exponent_of,
     is_float8 as is_float8,
     is_floating as is_floating,

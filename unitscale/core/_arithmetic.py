@@ -1,9 +1,9 @@
 """Scales, and arithmetic on (data, scale) pairs.
 
 A scale is None (for a plain array, at no cost) or a float array (float32 or an 8-bit format). A
-pair stands for the value ``data * scale``. Operations on pairs return a pair. Its value is the
-ordinary result, computed in float32 and rounded once to the result's data type. Its scale does not
-depend on the data; square-root rules choose it so that data of RMS 1 stays near RMS 1.
+pair represents the value ``data * scale``. Operations on pairs compute the result in float32, round
+it once to the data type of the result, and return a pair. The scale of the result does not depend
+on the data; square-root rules choose it so that data of RMS 1 stays near RMS 1.
 """
 
 from collections.abc import Callable
@@ -102,16 +102,16 @@ def scalar_scale(scale: Scale) -> Scale:
 
 
 def safe_scale(scale: jax.Array) -> jax.Array:
-    """Replace scales that cannot be divided by (zero, infinity, NaN) by 1.
+    """Replace zero, infinite and NaN scales by 1.
 
-    For example an all-zero tensor has RMS 0, and dividing by it would turn zeros into NaN.
+    For example, an all-zero tensor has RMS 0, and dividing by it would turn zeros into NaN.
     """
     scale = jnp.asarray(scale)
     return jnp.where((scale > 0) & (scale < jnp.inf), scale, jnp.ones_like(scale))
 
 
 def divisor(scale: jax.Array) -> jax.Array:
-    """Limit a scale to 2^126: XLA multiplies by the inverse, and flushes 2^-127 to 0."""
+    """Clamp a scale to 2^126, because XLA multiplies by its inverse, and flushes 2^-127 to 0."""
     return jnp.where(scale < jnp.inf, jnp.minimum(scale, 2.0**126), scale)
 
 
@@ -123,20 +123,20 @@ def scale_near(size: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
 def common_scale(left: Scale, right: Scale) -> Scale:
     """Return the scale of a sum: the larger one. If only one scale is None, it counts as 1.
 
-    The variances of independent terms add up, and sqrt(left**2 + right**2) of two powers of two,
-    rounded to a power of two, is the larger of them.
+    For powers of two it is sqrt(left**2 + right**2), the scale for independent terms, rounded to a
+    power of two.
     """
     if left is None and right is None:
         return None
     return jnp.maximum(to_float(left), to_float(right))
 
 
-# Products and quotients of scales stay within the normal numbers of float32: each of these
-# functions returns a bounded scale, and the remaining factor, which multiplies the data.
+# Products and quotients of scales are clamped to the normal numbers of float32. These functions
+# return the clamped scale, and a remainder that the caller multiplies into the data.
 
 
 def bounded_product(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]:
-    """Return left * right, bounded to float32's normal numbers, and a factor for the data."""
+    """Return left * right, clamped to float32's normal numbers, and the remainder."""
     if left is None or right is None:
         return right if left is None else left, 1
     a, b = to_float(left), to_float(right)
@@ -169,7 +169,7 @@ def _promoted(data: jax.Array) -> Any:
 
 
 def result_dtype(*data: jax.Array) -> np.dtype:
-    """Return the promoted data type of operands, where 8-bit floats count as bfloat16."""
+    """Return the promoted data type of operands, with 8-bit floats promoted to bfloat16."""
     return np.dtype(jnp.result_type(*map(_promoted, data)))
 
 
@@ -182,14 +182,14 @@ def operand(x: Any, beside: Scale = None) -> Pair | None:
     """Convert an operand to a pair; return None if it is not a real array or number.
 
     Python numbers are split exactly into weakly typed data of magnitude near 1 and a power of two.
-    Zero, infinity and NaN get the scale ``beside``, that of the other operand.
+    Zero, infinity and NaN get the scale of the other operand, ``beside``.
     """
     if hasattr(x, "map_data"):
         return x.pair
     if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
         if x == 0 or not np.isfinite(x):
             return jnp.asarray(float(x)), beside
-        # Keep the scale within the normal numbers of float32; the data takes the rest.
+        # Clamp the scale to the normal numbers of float32; the data holds the remainder.
         scale = min(max(static_pow2(abs(x)), 2.0**-126), 2.0**127)
         return jnp.asarray(x / scale), None if scale == 1 else jnp.float32(scale)
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):
@@ -241,7 +241,7 @@ def multiply(left: Pair, right: Pair) -> Pair:
 
 
 def _times(data: jax.Array, rest: jax.Array | int) -> jax.Array:
-    """Multiply data by the power of two that did not fit into the scale's bounds."""
+    """Multiply data by the remainder of a clamped scale."""
     return widen(data) if isinstance(rest, int) else widen(data) * rest
 
 

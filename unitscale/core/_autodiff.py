@@ -96,8 +96,8 @@ _map_scaled = partial(jax.tree.map, is_leaf=is_scaled)
 
 # -- gradients of values ---------------------------------------------------------------------
 
-# Whether gradients are kept in fewer bits. It is part of JAX's cache keys, so what is traced inside
-# `value_and_grad` is not reused outside.
+# Whether ``gradients_dtype`` is set. It is part of JAX's cache keys, so that functions traced
+# inside `value_and_grad` are not reused outside.
 _NARROW: Any = jax.make_user_context(None)
 
 
@@ -137,11 +137,11 @@ _with_probe.defvjp(
 
 @jax.tree_util.register_pytree_with_keys_class
 class DifferentiableArray(ScaledArray):
-    """A parameter inside a function that is differentiated: its data is float32 or wider.
+    """A parameter inside a differentiated function: its data is float32 or wider.
 
-    The gradient of float16 data would be float16, too, and overflow. Here it is the gradient of
-    ``probe``, an array of zeros that only gives it a dtype. Each use converts ``stored`` anew, so
-    that scans and `jax.checkpoint` do not keep float32 copies of all parameters.
+    The gradient of float16 data would also be float16, and overflow. JAX therefore differentiates
+    with respect to ``probe``, an array of zeros in the dtype of the gradient. Each use converts
+    ``stored`` again, so that scans and `jax.checkpoint` do not keep float32 copies of parameters.
     """
 
     __slots__ = ("probe", "stored")
@@ -155,7 +155,7 @@ class DifferentiableArray(ScaledArray):
 
     @property
     def data(self) -> jax.Array:
-        """The data, converted from the format in which it is stored."""
+        """The data, converted from its storage format."""
         return _with_probe(widen(self.stored), self.probe)
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
@@ -176,7 +176,7 @@ class DifferentiableArray(ScaledArray):
 
 
 def gradient_probe(x: Any, dtype: Any = None) -> Any:
-    """Return the array by which a ScaledArray is differentiated; other leaves unchanged."""
+    """Return the zeros to differentiate a ScaledArray with respect to; other leaves unchanged."""
     if not is_scaled(x):
         return x
     dtype = jnp.bfloat16 if dtype is not None and x.ndim > 1 else wide_dtype(x.dtype)
@@ -184,7 +184,7 @@ def gradient_probe(x: Any, dtype: Any = None) -> Any:
 
 
 def with_probe(x: Any, probe: Any) -> Any:
-    """Return ``x`` with the gradient of its data in ``probe``; if not a ScaledArray, the probe."""
+    """Return a ScaledArray ``x`` whose gradient goes to ``probe``; for other leaves, ``probe``."""
     if not is_scaled(x):
         return probe
     return DifferentiableArray.tree_unflatten(x.block_shape, (x.data, probe, x.scale))
@@ -195,7 +195,7 @@ def _is_whole(x: Any) -> bool:
 
 
 def value_gradients(own: Any, cotangents: Any, dtype: Any = None, key: Any = None) -> Any:
-    """Convert gradients of data to gradients of values, in a format of `gradients_format`."""
+    """Convert gradients of data to gradients of values, rounded to ``dtype``."""
     leaves, structure = jax.tree.flatten(own, is_leaf=_is_whole)
     found = structure.flatten_up_to(cotangents)
     keys = [None] * len(leaves) if key is None else list(jax.random.split(key, len(leaves)))
@@ -243,13 +243,14 @@ def value_and_grad(
         does not depend on how a value is split into data and scale, so norms, clipping and averages
         of gradients are correct. (`jax.grad` differentiates with respect to the data.)
 
-        With ``gradients_dtype`` gradients of matrices take fewer bytes. FP8 matmuls write them in
-        bfloat16, rounded to nearest (their factor too); other ops round them from float32. FP8
-        gradients are then divided by a power of two, 2^ceil(log2(amax / largest number of the
-        format)), between 2^-126 and 2^126, and rounded again; 1 if all entries are zero. If an
-        entry is not finite, the whole tensor is NaN. Entries below about 2^-18 of the largest
-        become zero in float8_e4m3fn, below 2^-32 in float8_e5m2; with a key they are kept on
-        average. Each matrix of a stack has its own scale. Vectors and scalars stay in float32.
+        ``gradients_dtype`` stores gradients of matrices in fewer bytes. FP8 matmuls write them in
+        bfloat16, and round their factor to bfloat16 too; gradients of other ops are rounded from
+        float32. FP8 gradients are then divided by a power-of-two scale, 2^ceil(log2(amax / largest
+        number of the format)), between 2^-126 and 2^126 (1 if all entries are zero), and rounded
+        again. If an entry is not finite, the whole tensor becomes NaN. Entries below about 2^-18 of
+        the largest become zero in float8_e4m3fn, below 2^-32 in float8_e5m2; stochastic rounding
+        (with a key) keeps their mean. Each matrix of a stack has its own scale. Vectors and scalars
+        stay in float32.
 
     Args:
         fun: function of any pytrees that returns a scalar; the loss may be a ScaledArray.
@@ -314,7 +315,7 @@ def grad(
 ) -> Callable[..., Any]:
     """Differentiate like `jax.grad`, with respect to the values of ScaledArrays.
 
-    Scaling, arguments and errors are those of `value_and_grad`.
+    See `value_and_grad` for the scaling, arguments and errors.
 
     Returns:
         A function with the arguments of ``fun`` that returns the gradients; with ``has_aux``,

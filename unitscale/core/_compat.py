@@ -93,7 +93,7 @@ def cudnn_of(capability: tuple[int, int], version: int) -> Iterator[None]:
 def cudnn_accepts_float32() -> Iterator[None]:
     """Make JAX accept float32 operands of cuDNN's attention in a ``with`` block.
 
-    scalify traces programs in float32 and runs them with 16-bit data, unknown to JAX's checks.
+    scalify traces programs in float32, but runs them with 16-bit data.
     """
 
     def check_layout(*arrays: Any) -> None:
@@ -173,7 +173,6 @@ class custom_vjp:
         self._fun.defvjp(fwd, bwd)
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function with positional arguments."""
         arrays = iter(match_varying([a for i, a in enumerate(args) if i not in self._static]))
         args = tuple(a if i in self._static else next(arrays) for i, a in enumerate(args))
         try:

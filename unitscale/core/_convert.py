@@ -33,7 +33,7 @@ RescaleStrategy = Literal["rms", "amax", "mse"]
 # Compiled once per shape when called on arrays, and inlined when traced.
 @partial(jax.jit, static_argnames="axis", inline=True)
 def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
-    """Return the largest magnitude over ``axis``; reduced axes stay with size 1 unless it is None.
+    """Return the largest magnitude over ``axis``; unless it is None, axes are kept with size 1.
 
     It is computed in float32. NaN and infinity propagate. The gradient is zero.
     """
@@ -51,7 +51,7 @@ def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
 
 @partial(jax.jit, static_argnames="axis", inline=True)
 def rms(x: jax.Array, axis: Axis = None) -> jax.Array:
-    """Return sqrt(mean(x**2)) over ``axis``; reduced axes stay with size 1 unless it is None.
+    """Return sqrt(mean(x**2)) over ``axis``; unless it is None, axes are kept with size 1.
 
     It is computed in float32, without overflow or underflow of squares. Empty input gives zero.
     """
@@ -90,7 +90,7 @@ def _best_scale(x: jax.Array, fmt: Format, axis: Axis) -> jax.Array:
 
 
 def rebalance(x: Any, s: Any) -> ScaledArray:
-    """Move the factor ``s`` from data to scale, keeping the value: ``data / s``, ``scale * s``.
+    """Divide the data by ``s`` and multiply the scale by it, which keeps the value.
 
     Scaling:
         Exact if ``s`` is a power of two and the data stays within the range of its format.
@@ -136,7 +136,7 @@ def rebalance(x: Any, s: Any) -> ScaledArray:
 def rescale(
     x: Any, strategy: RescaleStrategy = "rms", *, dtype: Any = None, axis: Axis = None
 ) -> ScaledArray:
-    """Choose a power-of-two scale from the statistics of the data, and move to it.
+    """Change the scale to a power of two chosen from statistics of the data.
 
     Scaling:
         "rms" brings the RMS of the data close to 1; "amax" brings the largest magnitude just below
@@ -180,15 +180,16 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None, *, stack_axes: in
     """Replace every floating leaf of a tree by a ScaledArray with the same value.
 
     Scaling:
-        data = x / scale, computed in float32 and cast to ``dtype``. Finite values saturate; without
-        ``dtype`` only in 8-bit formats. By default the scale is the power of two nearest to the RMS
-        of the finite entries of each leaf; 1 for an all-zero leaf, such as an initial bias.
+        data = x / scale, computed in float32 and cast to ``dtype``. Finite values saturate (if
+        ``dtype`` is None, only in 8-bit formats). By default the scale is the power of two nearest
+        to the RMS of the finite entries of each leaf; 1 for an all-zero leaf, such as an initial
+        bias.
 
     Args:
         tree: pytree; integer, boolean and key leaves are kept. ScaledArrays keep their scale if
             ``scale`` is None.
         scale: one scale for all leaves, or None to compute one for each.
-        dtype: data format; None keeps that of each leaf.
+        dtype: data format; None keeps the format of each leaf.
         stack_axes: number of leading axes that stack items, such as layers stacked by `jax.vmap`.
             Each item gets its own scale, of shape ``shape[:stack_axes] + (1, ..., 1)``, so that
             `jax.lax.scan` and `jax.vmap` map over data and scale together.
@@ -267,7 +268,7 @@ def to_array(tree: Any, dtype: Any = None) -> Any:
 
     Args:
         tree: pytree of arrays and ScaledArrays.
-        dtype: dtype of the values; None keeps that of `ScaledArray.value`.
+        dtype: dtype of the values; None keeps the dtype of `ScaledArray.value`.
     """
 
     def convert(x: Any) -> Any:
@@ -281,8 +282,8 @@ def to_array(tree: Any, dtype: Any = None) -> Any:
 def map_values(f: Callable[..., Any], *trees: Any) -> Any:
     """Map a function over the leaves of trees, with ScaledArrays replaced by their values.
 
-    `jax.tree.map` treats data and scale of a ScaledArray as two leaves. Averages, norms or sums
-    that are computed leaf by leaf are then wrong. Use this function instead.
+    `jax.tree.map` treats data and scale of a ScaledArray as two leaves, so averages, norms or sums
+    computed leaf by leaf would be wrong.
 
     Args:
         f: function of one leaf of each tree; it gets ScaledArrays as float32 values.
@@ -296,7 +297,7 @@ def map_values(f: Callable[..., Any], *trees: Any) -> Any:
     return jax.tree.map(f, *(jax.tree.map(value_of, tree, is_leaf=is_scaled) for tree in trees))
 
 
-# -- ScaledArrays in other parts of JAX --------------------------------------------------------
+# -- ScaledArrays in jax.lax, jax.grad and jax.export ------------------------------------------
 
 
 def _plain(x: ScaledArray) -> jax.Array:

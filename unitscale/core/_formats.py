@@ -1,8 +1,8 @@
 """Floating-point formats, exact powers of two, and casts between formats.
 
-The library reads the limits of formats (largest value, smallest normal, epsilon) from `format_of`
-and nowhere else. Every quantization goes through `cast`, because ``astype`` never saturates:
-numbers above 464 become NaN in float8_e4m3fn, and numbers from 61440 infinite in float8_e5m2.
+The library reads the limits of formats (largest value, smallest normal, epsilon) only from
+`format_of`. Every quantization saturates as in `cast`, because ``astype`` never does: numbers above
+464 become NaN in float8_e4m3fn, and numbers from 61440 become infinite in float8_e5m2.
 Powers of two are computed with integer operations on the bits of float32, because XLA may flush
 subnormal numbers, and log2 and exp2 are not exact on every backend.
 """
@@ -12,7 +12,6 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -25,7 +24,7 @@ from jax import lax
 from ._compat import custom_vjp
 
 CastRounding = Literal["nearest", "stochastic"]
-"""How `cast` rounds: to the nearest value (ties to even), or randomly up or down, unbiased."""
+"""How `cast` rounds: to nearest (ties to even), or stochastically."""
 Rounding = Literal["nearest", "up", "down"]
 """How `round_to_pow2` rounds."""
 
@@ -265,22 +264,22 @@ def pow2(exponent: jax.Array) -> jax.Array:
 def normal_pow2(exponent: jax.Array) -> jax.Array:
     """Return 2**exponent as float32 for integers from -126 to 127 (unchecked).
 
-    It takes two operations, so XLA recomputes the result where it is needed and does not store it.
+    It takes only two operations, so XLA recomputes the result instead of storing it.
     """
     bits = (jnp.asarray(exponent, jnp.int32) + _BIAS) << _MANTISSA_BITS
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def static_pow2(x: float) -> float:
-    """Return the power of two whose log2 is nearest to that of a positive Python number."""
+    """Return the power of two nearest to a positive Python number, by the difference of log2."""
     return 2.0 ** round(math.log2(x))
 
 
 def static_pow2_sqrt(n: int) -> float:
-    """Return the power of two whose log2 is nearest to that of sqrt(n); 1 for n = 0.
+    """Return the power of two nearest to sqrt(n), by the difference of log2; 1 for n = 0.
 
-    It is the static scale of a sum of n independent terms of unit variance (Scalify, Balanca et
-    al., 2024, arXiv 2407.17353).
+    The scale of a sum of n independent terms of unit variance (Scalify, Balanca et al., 2024, arXiv
+    2407.17353).
     """
     return static_pow2(math.sqrt(n)) if n > 0 else 1.0
 
@@ -289,26 +288,18 @@ def static_pow2_sqrt(n: int) -> float:
 
 
 def is_float8(dtype: Any) -> bool:
-    """Return whether `encode_float8` and `decode_float8` support a format."""
+    """Return whether a format is float8_e4m3fn or float8_e5m2, the FP8 formats of matmuls."""
     return dtype is not None and jnp.dtype(dtype).name in ("float8_e4m3fn", "float8_e5m2")
 
 
-def encode_float8(
-    x: jax.Array, fmt: Format, elsewhere: Callable[[jax.Array], jax.Array], *, infinity: bool
-) -> jax.Array:
-    """Round to the nearest FP8 number (ties to even), with saturation; NaN stays NaN.
+def _to_float8(x: jax.Array, fmt: Format) -> jax.Array:
+    """Round to the nearest FP8 number (ties to even), with saturation, as `_convert` does.
 
-    On CPUs this function works on the bits of float32. It gives the same result as XLA's conversion
-    to FP8 at twice the speed (jax 0.10.2).
-
-    Args:
-        x: floating array, float32 or narrower.
-        fmt: a format for which `is_float8` is true.
-        elsewhere: the conversion to use on other platforms.
-        infinity: whether infinity stays infinity in float8_e5m2; otherwise it becomes NaN.
+    On CPUs, integer operations on the bits of float32 take half the time of XLA's conversion to FP8
+    (jax 0.10.2).
     """
     if jax.default_backend() != "cpu":
-        return elsewhere(x)
+        return _convert(x, fmt)
     as_float = partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
     as_bits = partial(lax.bitcast_convert_type, new_dtype=jnp.uint32)
     smallest = np.float32(fmt.smallest_normal).view(np.uint32)
@@ -320,23 +311,10 @@ def encode_float8(
     steps = as_bits(as_float(finite) + as_float(power + (dropped << _MANTISSA_BITS)))
     code = steps + (power >> dropped) - (smallest >> dropped)
     not_finite = lax.full_like(code, 0x7F)  # NaN of both formats
-    if infinity and fmt.has_inf:
+    if fmt.has_inf:
         not_finite = lax.select(magnitude == _INFINITY, lax.full_like(code, 0x7C), not_finite)
     code = lax.select(magnitude < _INFINITY, code, not_finite) | (sign >> 24)
     return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.dtype(fmt.name))
-
-
-def decode_float8(data: jax.Array) -> jax.Array:
-    """Convert FP8 numbers to float32; on CPUs through float16, which has room for their bits."""
-    if jax.default_backend() != "cpu":
-        return widen(data)
-    code = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.uint16)
-    if data.dtype == jnp.float8_e5m2:
-        return lax.bitcast_convert_type(code << 8, jnp.float16).astype(jnp.float32)
-    magnitude = code & 0x7F
-    half = lax.bitcast_convert_type((code & 0x80) << 8 | magnitude << 7, jnp.float16)
-    # The exponent's bias is 7 in float8_e4m3fn and 15 in float16.
-    return jnp.where(magnitude == 0x7F, jnp.nan, half.astype(jnp.float32) * 2.0**8)
 
 
 # -- random and dithered rounding --------------------------------------------------------------
@@ -348,11 +326,11 @@ _SPREAD = 0x9E3779B9
 def rounding_noise(key: Any, shape: tuple[int, ...]) -> jax.Array:
     """Return 32 random bits for each entry: a hash of its index and of two words from the key.
 
-    ``key`` is a `jax.random` key, or the two words themselves: a tuple of two uint32 scalars.
+    ``key`` is a `jax.random` key, or a tuple of the two words as uint32 scalars.
 
-    `jax.random` needs about a hundred integer operations per word, which on a GPU take longer than
-    the rest of an optimizer step. The hash is `lowbias32`, a bijection, with the second word mixed
-    in between its two rounds. It is good enough for rounding, but not for sampling.
+    On a GPU, `jax.random` would take longer than the rest of an optimizer step, with about a
+    hundred integer operations per word. The hash is `lowbias32`, with the second word mixed in
+    between its two rounds. It is good enough for rounding, but not for sampling.
 
     References:
         Wellons, "Prospecting for Hash Functions", 2018, nullprogram.com/blog/2018/07/31
@@ -370,23 +348,23 @@ def rounding_noise(key: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _carried(bits: jax.Array, noise: jax.Array, dropped: int) -> jax.Array:
-    """Add noise to the last ``dropped`` bits, which may carry into the others; then clear them."""
+    """Add noise to the last ``dropped`` bits, with carry into the others; then clear them."""
     size = 8 * bits.dtype.itemsize
     noise = noise.astype(bits.dtype) << (size - 32) if size > 32 else noise
     return ((bits + (noise >> (size - dropped))) >> dropped) << dropped
 
 
 def dithered(x: jax.Array, target: int | Format) -> jax.Array:
-    """Round to fewer mantissa bits with pseudo-random noise, which keeps the mean of many numbers.
+    """Round to fewer mantissa bits with pseudo-random noise, without bias over many numbers.
 
     Use it where rounding to nearest would bias sums over many numbers. It needs no key: the noise
-    is a hash of the number's own bits. A later cast to the format does not change the result; with
-    a number of mantissa bits, this holds in the normal range of a format.
+    is a hash of the number's own bits. A later cast to the format does not change the result (in
+    the normal range, if ``target`` is a number of bits).
 
     Args:
         x: floating array.
-        target: number of explicit mantissa bits to keep; or a format, to round to its subnormal
-            numbers too.
+        target: number of explicit mantissa bits to keep, or a format, whose subnormal numbers are
+            then respected too.
 
     Returns:
         float32 array. Zero, subnormal numbers of float32, magnitudes of 2^127 and above, infinity
@@ -429,8 +407,8 @@ def _clamp(x: jax.Array, fmt: Format) -> jax.Array:
 def _saturate(x: jax.Array, fmt: Format, is_infinite: jax.Array) -> jax.Array:
     """Clamp finite values; infinity stays infinity, or becomes NaN in a format without it.
 
-    If possible the select for infinity comes before the clamp, so that a quantization ends in a
-    clamp and a convert.
+    Where possible, infinity is handled before the clamp, so that XLA sees a clamp followed by a
+    convert.
     """
     if fmt.has_inf:
         clamped = _clamp(x, fmt)
@@ -462,8 +440,8 @@ def _round_to_grid(x: jax.Array, fmt: Format, noise: jax.Array | None) -> jax.Ar
         if noise is None:
             steps = jnp.round(steps)
         else:
-            # Compare instead of adding noise to steps, because the sum would be rounded and change
-            # exact values. ``uniform`` is an odd multiple of 2**-24 below 1, with mean 1/2.
+            # Compare instead of adding noise to ``steps``: that sum would be rounded, and change
+            # values on the grid. ``uniform`` is an odd multiple of 2**-24 below 1, with mean 1/2.
             uniform = ((noise >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
             below = jnp.floor(steps)
             steps = below + (uniform < steps - below).astype(x.dtype)
@@ -491,7 +469,7 @@ def _to_e8m0(x: jax.Array, noise: jax.Array | None, saturate: bool) -> jax.Array
 
 
 def _within(fmt: Format, dtype: Any) -> Format:
-    """Return ``fmt``, with its largest value reduced to what ``dtype`` can store."""
+    """Return ``fmt`` with its largest value limited to the range of ``dtype``."""
     own = format_of(dtype)
     bits = min(fmt.mantissa_bits, own.mantissa_bits) + 1
     fraction, exponent = math.frexp(min(fmt.max, own.max))
@@ -522,13 +500,13 @@ def _cast_array(x, key, fmt, stochastic, saturate):
         if not saturate:
             return x.astype(fmt.dtype)
         if is_float8(fmt.dtype) and wide_dtype(x.dtype) == jnp.float32:
-            return encode_float8(x, fmt, partial(_convert, fmt=fmt), infinity=True)
+            return _to_float8(x, fmt)
         return _convert(x, fmt)
     y = _round_to_grid(x, fmt, noise)
     if fmt.simulated:
         fmt = _within(fmt, x.dtype)
     if saturate or not fmt.has_nan:
-        # Test x and not y, which rounding may have made infinite.
+        # Test x, because rounding may have made y infinite.
         y = _saturate(y, fmt, jnp.isinf(x))
     elif fmt.simulated:
         y = jnp.where(jnp.abs(y) > fmt.max, jnp.where(y > 0, jnp.inf, -jnp.inf), y)
@@ -601,7 +579,7 @@ def cast(
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round to a dtype; in types of at most 8 bits finite values saturate."""
+    """Round to a dtype; finite values saturate in types of at most 8 bits."""
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
         return x
@@ -614,7 +592,7 @@ def upcast(x: Any, dtype: Any) -> Any:
 
 
 def materialize(x: jax.Array) -> jax.Array:
-    """Force XLA to store an array in its dtype, rounded.
+    """Force XLA to store an array in its dtype.
 
     Otherwise XLA may remove a conversion to a narrow format and back, and store a wider array.
     """

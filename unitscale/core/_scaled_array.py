@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple[Any, Any]:
-    """Return an operator and its reflection; ``aligned`` if it brings operands to one scale."""
+    """Return an operator and its reflected form; set ``aligned`` for sums and differences."""
 
     def apply(self: Any, other: Any, swap: bool = False) -> Any:
         own = self.pair
@@ -32,7 +32,7 @@ def operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple
 
 
 def comparison(fn: Callable[..., jax.Array]) -> Any:
-    """Return a comparison of values, whose result is a plain array."""
+    """Return a comparison operator; its result is a plain array."""
 
     def compare(self: Any, other: Any) -> jax.Array:
         pair = arithmetic.operand(other, beside=(own := self.pair)[1])
@@ -42,7 +42,7 @@ def comparison(fn: Callable[..., jax.Array]) -> Any:
 
 
 def reduction(fn: Callable[..., jax.Array]) -> Any:
-    """Return a reduction method; results have no scale if the scale varies along the axes."""
+    """Return a reduction method; its result has no scale if the scale varies along the axes."""
 
     def reduce(
         self: Any, axis: Any = None, keepdims: bool = False, **options: Any
@@ -85,8 +85,9 @@ class ScaledArray:
         Operators compute in float32 and round once. The scale of a result does not depend on data:
         products multiply scales, x + y has the larger of two scales, and sums over n terms multiply
         the scale by about sqrt(n). Reductions along axes where the scale varies return no scale.
-        Scales are clamped to float32's normal numbers; the data takes the rest. `jax.grad`
-        differentiates with respect to the data; `unitscale.grad` with respect to the value.
+        Scales are clamped to float32's normal numbers; the remainder is multiplied into the data.
+        `jax.grad` differentiates with respect to the data, `unitscale.grad` with respect to the
+        value.
 
     Args:
         data: array of any floating dtype, kept near RMS 1. 8-bit data gives bfloat16 results.
@@ -195,7 +196,7 @@ class ScaledArray:
 
     @property
     def block_shape(self) -> tuple[int, ...] | None:
-        """Sizes of blocks, one per dimension of the data as it is now; None without blocks."""
+        """Sizes of blocks, one per present dimension of the data; None without blocks."""
         if (block := self._block_shape) is None:
             return None
         missing = getattr(self.data, "ndim", len(block)) - len(block)
@@ -246,8 +247,7 @@ class ScaledArray:
         scale = to_float(scale)
         for axis, size in enumerate(self.block_shape):
             if size > 1:
-                # With total_repeat_length JAX would use a gather. On explicit mesh axes it requires
-                # a sharding.
+                # total_repeat_length would compile to a gather. Explicit mesh axes need a sharding.
                 own = jax.typeof(scale).sharding
                 scale = jnp.repeat(scale, size, axis, out_sharding=own if any(own.spec) else None)
                 scale = lax.slice_in_dim(scale, 0, self.shape[axis], axis=axis)

@@ -16,7 +16,7 @@ from ._compat import varying
 from ._formats import materialize, narrow, widen
 from ._scaled_array import is_scaled
 
-# These contexts are part of JAX's cache keys: what is traced inside is not reused outside.
+# These contexts are part of JAX's cache keys: functions traced inside are not reused outside.
 _AXES: Any = jax.make_user_context(None)
 _ITEMS: Any = jax.make_user_context(None)
 _EXCHANGE: Any = jax.make_user_context(None)
@@ -24,20 +24,20 @@ _EXCHANGE: Any = jax.make_user_context(None)
 
 @contextmanager
 def batch_over(axis_name: str | Sequence[str | int]) -> Iterator[None]:
-    """Name the mapped axes that divide the batch, while a function is traced.
+    """Name the mapped axes that shard the batch, while a function is traced.
 
     Scaling:
-        Some factors contain a batch size: those of parameter gradients, and of losses that omit
-        the 1/N of a mean in the backward pass. They use the global batch size, so that the mean of
-        gradients over devices equals the gradient on one device. Under `jax.jit` ops see the whole
-        batch. Inside `jax.shard_map` they see a part, and multiply its size by the sizes of the
-        axes that activations vary over, as JAX tracks them. This context counts only the axes named
-        here. Use it if activations vary over an axis that does not divide the batch (experts, parts
-        of a tensor), and with ``check_vma=False``, where JAX tracks nothing and all named axes
-        count. Without its own ``axis_name``, `jax.vmap` makes each example a batch of its own.
+        Factors of parameter gradients, and of losses that omit the 1/N of a mean in the backward
+        pass, depend on the batch size. They use the global one, so that the mean of gradients over
+        devices equals the gradient on one device. Under `jax.jit` ops see the whole batch. Inside
+        `jax.shard_map` they see one shard, and multiply its size by the sizes of the axes that
+        activations vary over, as JAX tracks them. This context counts only the axes named here. Use
+        it if activations vary over an axis that does not shard the batch (experts, tensor
+        parallelism), and with ``check_vma=False``: JAX then tracks nothing, and all named axes
+        count. In `jax.vmap` without an ``axis_name`` each example is a batch of its own.
 
-        A mean loss over one of n parts has its gradient multiplied by n, because the mean over the
-        parts divides by n. In narrow formats differentiate `jax.lax.pmean` of the loss, so that
+        The gradient of a mean loss over one of n shards is multiplied by n, because the mean over
+        shards divides by n. In narrow formats differentiate `jax.lax.pmean` of the loss, so that
         cotangents stay near RMS 1.
 
     Args:
@@ -112,7 +112,7 @@ def batch_size_override() -> int | None:
 
 
 def num_batch_shards(*activations: jax.Array) -> int:
-    """Return how many parts the global batch has, if activations hold one of them."""
+    """Return the number of shards of the global batch, if ``activations`` are one of them."""
     varied = frozenset().union(*map(varying, activations))
     named = _AXES.value
     if named is None:
@@ -131,19 +131,19 @@ def _is_untracked(axis: str) -> bool:
 
 
 BATCH_AXES = ("fsdp", "data")
-"""Names of the mesh axes that divide a batch, for `constrain_sharding`."""
+"""Mesh axes that shard a batch, for `constrain_sharding`."""
 CONTEXT_AXES = ("context",)
-"""Names of the mesh axes that divide the tokens of a sequence, for `constrain_sharding`."""
+"""Mesh axes that shard the tokens of a sequence, for `constrain_sharding`."""
 TENSOR_AXES = ("tensor",)
-"""Names of the mesh axes that divide hidden units and heads, for `constrain_sharding`."""
+"""Mesh axes that shard hidden units and heads, for `constrain_sharding`."""
 
 
 def batch_axes(mesh: Any) -> tuple[str, ...]:
     """Return the axes in `BATCH_AXES` that a mesh has, in that order.
 
-    The order matters: on a mesh of data 2, fsdp 2, tensor 2, with the batch over ``("data",
-    "fsdp")`` and matrices over ``("fsdp", "tensor")``, XLA's partitioner computes wrong gradients
-    for two matmuls in a row (on CPUs, jax 0.10.2 and 0.12.0.1).
+    The order matters: with the batch sharded over ``("data", "fsdp")`` and matrices over ``("fsdp",
+    "tensor")``, each axis of size 2, XLA's partitioner computes wrong gradients for two matmuls in
+    a row (on CPUs, jax 0.10.2 and 0.12.0.1).
     """
     return tuple(name for name in BATCH_AXES if name in mesh.shape)
 
@@ -157,7 +157,7 @@ def axes_size(names: Sequence[str]) -> int:
 def dividing_axes(
     names: Sequence[str], sizes: Mapping[str, int], *dimensions: int
 ) -> tuple[str, ...]:
-    """Return the axes of ``names`` in ``sizes``, or () if they do not divide all dimensions."""
+    """Return the ``names`` in ``sizes``, or () if their product does not divide all dimensions."""
     own = tuple(name for name in names if name in sizes)
     size = math.prod(sizes[name] for name in own)
     return own if all(dimension % size == 0 for dimension in dimensions) else ()
@@ -229,16 +229,16 @@ def exchange_in(dtype: Any) -> Any:
 
 
 def parts_to_exchange(items: int) -> int:
-    """Return in how many parts, one per device, to sum a weight's gradient over ``items``."""
+    """Return the number of partial sums, one per device, of a weight gradient over ``items``."""
     devices = 1 if _EXCHANGE.value is None else auto_axes().get("fsdp", 1)
     return 1 if items % devices else devices
 
 
 def sum_parts(parts: jax.Array) -> jax.Array:
-    """Sum a weight's gradient over devices, as `parallel.exchange_gradients` asks.
+    """Sum a weight gradient over devices, in the format of `parallel.exchange_gradients`.
 
     Args:
-        parts: the sum of each device, sharded over `BATCH_AXES` along the first dimension.
+        parts: one partial sum per device, sharded over `BATCH_AXES` along the first dimension.
     """
     devices, dtype = parts.shape[0], _EXCHANGE.value
     place = None if dtype is None or parts.ndim != 3 else fsdp_dimension(parts.shape, devices)

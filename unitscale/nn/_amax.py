@@ -77,7 +77,7 @@ def advance(model: Any) -> None:
     """End an optimizer step: update the scales of a model in place (`QuantState.advance`).
 
     For gradient accumulation: call `value_and_grad` with ``advance=False`` on each micro-batch,
-    and this once before or after the optimizer's update.
+    and `advance` once per step, before or after the optimizer's update.
     """
     map_states(model, QuantState.advance)
 
@@ -114,9 +114,9 @@ class Overflow(NamedTuple):
 class OverflowMonitor:
     """Count how many elements of a model's quantized tensors saturate, and adjust their scales.
 
-    `value_and_grad` records the counts for strategies that keep state. `Unit` keeps none: use
-    ``Static()`` without calibration, which computes the same. `rebalance` changes the scale of a
-    tensor if its share of saturated elements is above ``limit``. Reading waits for the device.
+    `value_and_grad` records the counts for strategies with state. `Unit` has none: use ``Static()``
+    without calibration, which gives the same results. `rebalance` changes the scale of a tensor if
+    its share of saturated elements is above ``limit``. Reading waits for the device.
 
     Example:
         >>> from unitscale.nn import value_and_grad

@@ -75,11 +75,11 @@ class MultiHeadAttention(nnx.Module):
     """Multi-head attention, as `flax.nnx.MultiHeadAttention` (`ops.dot_product_attention`).
 
     Unlike Flax's layer, it supports rotary positions and a functional cache. Its factor depends on
-    the number of keys. Set ``max_length`` to compute the factor for that number: then the layer is
-    the same function for every sequence length, cached or not.
+    the number of keys. With ``max_length`` it is computed for that number, so that the layer is the
+    same function for every sequence length, cached or not.
 
     Args:
-        num_heads: as in Flax, like all arguments that neither this list nor `unitscale.nn` has.
+        num_heads: as in Flax, like all arguments not described here or in `unitscale.nn`.
         in_features: size of the input's last axis.
         is_causal: whether each query ignores later keys.
         local_window_size: query t attends only to keys t - local_window_size to t; None for all
@@ -210,10 +210,10 @@ class MultiHeadAttention(nnx.Module):
             inputs_q: (..., time, in_features).
             inputs_k: (..., source, in_kv_features), or None for self-attention.
             inputs_v: (..., source, in_kv_features); ``inputs_k`` by default.
-            mask: booleans or numbers that broadcast to (..., heads, time, source), such as those of
+            mask: booleans or numbers that broadcast to (..., heads, time, source), for example from
                 `nnx.make_causal_mask`; queries attend to keys where it is nonzero.
-            segment_ids: (..., time) integers: tokens attend only to those with the same id, such as
-                those of their document in a packed sequence.
+            segment_ids: (..., time) integers: tokens attend only to tokens with the same id, for
+                example in the same document of a packed sequence.
             positions: (time,) or (..., time) for rotary positions; 0, 1, ... by default.
             deterministic: whether dropout is off; the layer's own setting by default.
             rngs: streams of keys for dropout, or a key; the layer's own by default.
@@ -244,7 +244,7 @@ class MultiHeadAttention(nnx.Module):
         return reshard_output(self._merge(y), out_sharding)
 
     def factor_over(self, context: rules.AttentionContext | None, length: int) -> float:
-        """Return the factor in a context over the factor without one, for ``length`` keys."""
+        """Return the ratio of the factors with and without a context, for ``length`` keys."""
         own, other = (
             rules.dot_product_attention(
                 self.head_dim, keys, is_causal=self.is_causal, mult=self.mult, mean_square=m
@@ -257,7 +257,7 @@ class MultiHeadAttention(nnx.Module):
         """Return the length and the mean square that the factor depends on."""
         length = length if self.max_length is None else self.max_length
         keys = None if self.local_window_size is None else self.local_window_size + 1
-        if context is None and keys is not None:  # the op is given no window by `decode`
+        if context is None and keys is not None:  # `decode` passes no window to the op
             context = rules.AttentionContext()
         return length, context and context.mean_square(
             self.head_dim,

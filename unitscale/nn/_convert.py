@@ -89,7 +89,7 @@ def convert(
 
     It acts on `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum`, also inside other modules such as
     `nnx.MultiHeadAttention`. Parameters stay the same; `restore` undoes it. With "fp8_delayed",
-    differentiate by `unitscale.nn.value_and_grad`, which updates the scales; with "fp8_static",
+    differentiate with `unitscale.nn.value_and_grad`, which updates the scales; with "fp8_static",
     call `calibrate` once. For layers of `flax.linen` see `unitscale.quant.dot_general`.
 
     The presets are described in `as_policy`. "fp8" uses no scales, so it suits only models whose

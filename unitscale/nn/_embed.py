@@ -110,7 +110,7 @@ class Embed(_Table):
         """Return embeddings and the readout that is tied to them.
 
         Equivalent to calling the layer, and `attend` or `cross_entropy` later, but the gradient of
-        the embeddings is accumulated in place into that of the readout (`ops.tied_embed`).
+        the embeddings is accumulated in place into the readout's (`ops.tied_embed`).
         """
         table, dtype = read(self.embedding), self.policy.compute_dtype
         rows, table = ops.tied_embed(ids, table, vocab=self.num_embeddings, dtype=dtype)

@@ -95,7 +95,7 @@ def value_and_grad(
         data = [{k: gradient_probe(v.get_value(), dtype) for k, v in own.items()} for own in scaled]
 
         def by_data(data: list[dict[Path, jax.Array]], *args: Any) -> Any:
-            """Call ``f`` with the gradients of ScaledArrays in a separate argument."""
+            """Call ``f`` with ScaledArrays that are differentiated with respect to ``data``."""
             replaced = [
                 (variable, variable.get_value(), own[path])
                 for diff, own in zip(wanted, data, strict=True)
@@ -113,7 +113,7 @@ def value_and_grad(
             by_data,
             argnums=(0, *moved),
             has_aux=has_aux,
-            graph=True,  # filters need it, whatever `nnx.set_graph_mode` says
+            graph=True,  # needed by filters, regardless of `nnx.set_graph_mode`
         )
         with narrow_gradients(dtype):
             value, (of_data, *gradients) = differentiate(data, *bound.args)

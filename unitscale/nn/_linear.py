@@ -162,8 +162,8 @@ class Readout(_KernelLayer):
     """The layer that produces the logits (`ops.readout`).
 
     The gradient of the input has its own factor, so the input must be a cut edge
-    (`analysis.cut_edges`). FP8 policies leave its matmuls in the compute dtype, except those of
-    `Policy.with_quantized_readout`.
+    (`analysis.cut_edges`). FP8 policies leave its matmuls in the compute dtype, unless they were
+    made by `Policy.with_quantized_readout`.
 
     Args:
         pad_to_multiple_of: pads the kernel with columns of zeros up to a multiple that matmul
@@ -207,8 +207,8 @@ class Readout(_KernelLayer):
     ) -> jax.Array:
         """Return the cross-entropy of labels (...) for inputs (..., in_features).
 
-        Options are those of `ops.readout_cross_entropy`, which never holds all logits in memory at
-        once. A readout with a bias does hold all of them.
+        Options are those of `ops.readout_cross_entropy`, which computes logits in chunks. With a
+        bias, all logits are in memory at once.
         """
         if self.bias is not None:
             others: dict[str, Any] = {k: v for k, v in options.items() if k != "chunk_size"}

@@ -104,7 +104,7 @@ def _fwd(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], A
 
 def _bwd(jaxpr: Jaxpr, residuals: Any, cotangents: list[Any]) -> Any:
     consts, args = residuals
-    # Without a barrier, XLA may reuse and so store the result of the forward pass.
+    # Without a barrier, XLA may store and reuse the result of the forward pass.
     args = jax.lax.optimization_barrier(args)
     _, pull = jax.vjp(partial(_rematerialized, jaxpr), consts, args)
     return pull(cotangents)
@@ -116,9 +116,9 @@ _custom.defvjp(_fwd, _bwd)
 def rematerialize(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``f`` with a backward pass that recomputes all but the arguments of ``f``.
 
-    It differs from `jax.checkpoint` in two ways. Captured values, such as cast weights, are not
-    recomputed. And the barrier does not cover the cotangent, so that XLA can fuse recomputation and
-    derivative into one kernel. If devices gather weights, it is `jax.checkpoint`, saving these.
+    Unlike `jax.checkpoint`, it does not recompute captured values, such as cast weights, and its
+    barrier does not cover the cotangent, so that XLA can fuse recomputation and derivative into one
+    kernel. If the mesh axis fsdp shards weights, it is `jax.checkpoint`, saving gathered weights.
 
     References:
         Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv 1604.06174.

@@ -119,7 +119,6 @@ def reshard_output(y: ScaledArray, out_sharding: OutSharding) -> ScaledArray:
 def given(**options: Any) -> dict[str, Any]:
     """Return the options that are not None.
 
-    `nnx.tabulate` fails if a layer is called with a ScaledArray and a keyword argument that is
-    None, so layers pass on only the arguments that they were given.
+    `nnx.tabulate` fails if a layer is called with a ScaledArray and a keyword argument None.
     """
     return {name: value for name, value in options.items() if value is not None}

@@ -156,7 +156,7 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None) -> Policy:
-    """Return the Policy of a preset's name; a Policy is returned unchanged.
+    """Return the preset of a name; a Policy is returned unchanged.
 
     | preset | activations | matmuls with weights, except the readout's |
     |---|---|---|

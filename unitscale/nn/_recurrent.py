@@ -119,7 +119,7 @@ class RNNCell(nnx.Module):
 class GRUCell(RNNCell):
     """A gated recurrent unit (`ops.gru`), as `flax.nnx.GRUCell`.
 
-    The state is a constant times that of a plain GRU. Its RMS is near 1 after the first few steps.
+    The state is a constant multiple of a plain GRU's. Its RMS is near 1 after the first few steps.
 
     Example:
         >>> cell = GRUCell(4, 8, policy="float16", rngs=nnx.Rngs(0))
@@ -159,8 +159,8 @@ class OptimizedLSTMCell(RNNCell):
 class SimpleCell(RNNCell):
     """A simple recurrent cell (`ops.simple_rnn`), as `flax.nnx.SimpleCell`.
 
-    The state is a constant times that of Flax's cell. It has unit variance from the second step on,
-    and mean 0 if ``activation_fn`` is odd.
+    The state is a constant multiple of Flax's. It has unit variance from the second step on, and
+    mean 0 if ``activation_fn`` is odd.
     """
 
     gates = 1
@@ -260,7 +260,7 @@ class RNN(nnx.Module):
     ) -> Any:
         """Map (..., time, in_features) to (..., time, hidden_features), or ``(carry, outputs)``.
 
-        Arguments are those of `flax.nnx.RNN`; None uses the layer's own setting. ``seq_lengths``
+        Takes the arguments of `flax.nnx.RNN`; None uses the layer's own setting. ``seq_lengths``
         (...,) is the number of valid steps of each sequence: after them the carry no longer
         changes, and only the valid steps are reversed.
         """

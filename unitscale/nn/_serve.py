@@ -43,8 +43,8 @@ def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> t
     ignore, and `restore` cannot undo the rounding. Save and load its `nnx.state` as usual.
 
     Each weight gets one scale per layer, the smallest power of two that brings its amax into the
-    range of the format. An input's scale is the one given in ``scales``; otherwise the one that the
-    layer keeps (`Delayed`, `Static`), 1 (`Unit`), or one measured in each call (`Dynamic`).
+    range of the format. The scale of an input is taken from ``scales``, or else from the layer's
+    state (`Delayed`, `Static`); it is 1 for `Unit`, and measured in each call for `Dynamic`.
 
     Args:
         model: a model that was changed by `convert`, and trained or calibrated.

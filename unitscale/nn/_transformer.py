@@ -53,7 +53,7 @@ class Residual(nnx.Module):
 
 
 class LayerFactors(NamedTuple):
-    """The factors in which the layers of a stack differ, as arrays that a scan maps over."""
+    """Factors of each layer of a stack, as arrays that a scan maps over."""
 
     branch: jax.Array
     skip: jax.Array
@@ -63,10 +63,10 @@ class LayerFactors(NamedTuple):
 class TransformerLayer(nnx.Module):
     """Attention and MLP, each a residual branch (`ops.residual`) with its own tau.
 
-    The attention's factor accounts for the component that the branches below make all tokens share
-    (`rules.AttentionContext`); these branches are assumed to be like those of this layer. On a mesh
-    with automatic axes (`jax.set_mesh`) the residual stream is sharded over the axes fsdp and data
-    (the batch) and context (tokens).
+    The attention's factor accounts for the correlation between tokens that the branches below cause
+    (`rules.AttentionContext`), and assumes that they are like those of this layer. On a mesh with
+    automatic axes (`jax.set_mesh`) the residual stream is sharded over the axes fsdp and data (the
+    batch) and context (tokens).
 
     Args:
         features: width of the residual stream.
@@ -168,7 +168,7 @@ class TransformerLayer(nnx.Module):
         deterministic: bool | None = None,
         factors: LayerFactors | None = None,
     ) -> ScaledArray:
-        """Map (..., time, features) to the same shape; arguments are those of the attention.
+        """Map (..., time, features) to the same shape; takes the arguments of the attention.
 
         A `TransformerStack` that scans over layers passes ``factors`` to replace the layer's own.
         """
@@ -220,10 +220,10 @@ class TransformerStack(nnx.Module):
             from the layer's input.
         scan: whether the layers are one module with stacked parameters that `jax.lax.scan` runs.
             Then only one layer is compiled. Results are equal up to rounding. `with_scan` switches
-            between the two. Stacked parameters have one more axis, which can change what Adafactor
-            and Muon do: both decide by the number of axes. "auto" stacks 8 layers or more, and
-            scans over them on a CPU or if ``remat`` is "layer". Otherwise it runs them one by one,
-            because a scan copies what the backward pass needs.
+            between the two. Stacked parameters have one more axis, which can change the updates of
+            Adafactor and Muon, because both depend on the number of axes. "auto" stacks 8 layers or
+            more, and scans over them on a CPU or if ``remat`` is "layer". Otherwise it runs them
+            one by one, because a scan copies all residuals of the backward pass.
 
     Example:
         >>> stack = TransformerStack(2, 32, 4, is_causal=True, rngs=nnx.Rngs(0))
@@ -341,7 +341,7 @@ class TransformerStack(nnx.Module):
         positions=None,
         deterministic: bool | None = None,
     ) -> ops.ArrayLike:
-        """Map (..., time, features) to the same shape; arguments are those of the attention."""
+        """Map (..., time, features) to the same shape; takes the arguments of the attention."""
         options = given(
             mask=mask,
             segment_ids=segment_ids,
@@ -437,7 +437,7 @@ def scan_layers(
     checkpoint: Callable[[Any], Any],
     one_by_one: bool = False,
 ) -> ScaledArray:
-    """Apply each layer of a stack to the output of the one before, by `jax.lax.scan`.
+    """Apply the layers of a stack one after another, by `jax.lax.scan`.
 
     ``call`` maps a layer, its input and its entry of ``xs`` to the next input; ``checkpoint`` wraps
     the step. If layers change their state, the stack's state is updated. With ``one_by_one`` every

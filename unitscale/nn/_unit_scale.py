@@ -95,8 +95,8 @@ def unit_scale(
         policy: policy of the new layers. The dtypes of a layer override those of the policy.
         keep_function: whether the new model computes the same function as the old one.
         readout: patterns (`fnmatch`) of paths of `nnx.Linear` layers that become `Readout`.
-        max_length: number of keys that the factor of attention is computed for; by default that of
-            each call. Attention needs it with ``keep_function``.
+        max_length: number of keys that the factor of attention is computed for; by default the
+            number in each call. Attention needs it with ``keep_function``.
         rngs: streams of random keys for new parameters; needed unless ``keep_function``.
 
     Returns:
@@ -383,7 +383,7 @@ def _attention(
     return new, "the sharding of its kernels is not kept" if sharded else ""
 
 
-# Functions that a layer may have been given, and their default values.
+# Attributes that may hold custom functions, and their default values.
 _FUNCTIONS = (
     *("dot_general", "dot_general_cls", "einsum_op", "conv_general_dilated"),
     *("promote_dtype", "qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"),

@@ -11,10 +11,10 @@ Unless a docstring says otherwise:
   and options that do not fit raise ValueError.
 - The result is a ScaledArray in the promoted dtype of the operands, where 8-bit data counts as
   bfloat16. Functions other than matmuls are computed in float32 and rounded once.
-- ``constraint`` chooses how the output and the gradients share one factor (`rules.constrain`). None
-  gives each its own ideal factor, which is correct only on cut edges.
-- ``config`` gives the formats of a quantized matmul (`quant.MatmulConfig`), and ``state`` the
-  scales of a strategy that keeps them between steps, such as `quant.Delayed`.
+- ``constraint`` selects the factor that output and gradients share (`rules.constrain`). None gives
+  each its own ideal factor, which is correct only on cut edges.
+- ``config`` gives the formats of a quantized matmul (`quant.MatmulConfig`); None multiplies in the
+  promoted dtype. ``state`` holds the scales of a strategy with state, such as `quant.Delayed`.
 
 Ops support reverse-mode differentiation only; forward mode raises an error.
 """

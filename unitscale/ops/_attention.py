@@ -74,8 +74,8 @@ def dot_product_attention(
         dropout_rate: dropout rate of the attention weights.
         dropout_key: `jax.random` key for dropout.
         deterministic: whether to replace the random dropout mask by its expected value.
-        scale_length: static number of keys to compute the factors from; by default that of ``k``.
-        scale_causal: whether the factors are those of causal attention; by default ``is_causal``.
+        scale_length: static number of keys to compute the factors from; by default the keys in k.
+        scale_causal: whether to use the factors of causal attention; by default ``is_causal``.
         mean_square: static mean square of attention's output before the factor, if values at
             different positions are correlated (`rules.AttentionContext`); None if independent.
         constraint: see `unitscale.ops`.

@@ -38,12 +38,12 @@ class Window(NamedTuple):
 
     @property
     def keys(self) -> int | None:
-        """Return how many keys a query sees at most, if limited on both sides."""
+        """Return the maximum number of keys per query; None if a side is unlimited."""
         left, right = self
         return None if left is None or right is None else left + 1 + right
 
     def masks(self, row: jax.Array, column: jax.Array) -> list[jax.Array]:
-        """Return the masks of keys that are near enough, one per limited side."""
+        """Return the masks of keys within the window, one per limited side."""
         left = [] if self.left is None else [row - column <= self.left]
         return left if self.right is None else [*left, column - row <= self.right]
 
@@ -203,13 +203,13 @@ def _attend_fwd(plan: _Plan, q, k, v, mask, scales) -> tuple[jax.Array, tuple]:
         total = total * shrink + jnp.sum(weights, -1, keepdims=True)
         return tuple(_put(*xs, i) for xs in zip(carry, (average, higher, total), strict=True)), None
 
-    # Made from q, so that the carry has its explicit sharding.
+    # `zeros_like` gives the carry the explicit sharding of q.
     empty, column = (jnp.zeros_like(x, dtype=wide) for x in (q, q[..., :1]))
     start, _ = match_varying(((empty, jnp.full_like(column, -jnp.inf), column), q))
     (average, top, total), _ = lax.scan(add, start, plan.pairs())
     share = 1 / jnp.maximum(total, 1)  # total is 0 only for a query whose keys are all masked
     y = (average * share).astype(v.dtype)
-    # Save maximum and share separately: in logsumexp a large maximum would swallow log(total).
+    # Save maximum and share separately: their sum, logsumexp, would round log(total) away.
     return y, (q, k, v, mask, scales, y, _finite(top), share)
 
 
@@ -268,8 +268,8 @@ def attend_by_cudnn(
 ) -> jax.Array:
     """Call cuDNN's fused kernel.
 
-    Its window is that of a causal mask, and segments become a bias (batch, 1, time, time) that all
-    heads and layers share: `jax.nn` does not offer the kernel's packed layout.
+    The window, if any, must be causal. Segments become a bias (batch, 1, time, time), because
+    `jax.nn` does not offer the kernel's packed layout; all heads and layers share it.
     """
     mask = None if ids is None else same_segment(ids, ids)
     q, k, v = match_varying((q, k, v))

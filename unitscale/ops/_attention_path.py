@@ -62,8 +62,8 @@ def attention_path(
     """Return the implementation that a call of `dot_product_attention` uses, and why.
 
     "auto" selects the first of these that supports the call. The fused kernels, "cudnn" and
-    "splash", need no mask (but may be causal, or have a window or segments), no dropout, and whole
-    heads on each device.
+    "splash", support causal masks, windows and segments, but no other mask and no dropout, and
+    need whole heads on each device.
 
     - "cudnn", on NVIDIA GPUs: 16-bit operands, even lengths, head sizes 8, 16, ..., 128; a window
       only if causal.

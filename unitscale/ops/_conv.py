@@ -49,10 +49,10 @@ def conv(
         dilation: one kernel dilation, or one per spatial dimension.
         input_dilation: one dilation of the input, or one per spatial dimension.
         feature_group_count: number of groups; must divide in and out.
-        constraint: see `matmul`.
+        constraint: see `unitscale.ops`.
         config: formats that the operands are rounded to. The convolution itself runs in the wider
             dtype, because XLA has no FP8 convolution, and cotangents are not quantized.
-        state: see `matmul`.
+        state: see `unitscale.ops`.
 
     Returns:
         ScaledArray (batch, *output spatial, out) in the dtype of ``x``.
@@ -84,13 +84,13 @@ def conv_transpose(
     Scaling: `rules.conv` with strides of 1 and an input dilation of ``strides``; scales as in
     `conv`.
 
-    The arguments are those of `conv`, with ``padding`` "SAME" (``strides`` outputs per input),
-    "VALID", an integer, or (low, high) pairs.
+    Takes the arguments of `conv`, with ``padding`` "SAME" (``strides`` outputs per input), "VALID",
+    an integer, or (low, high) pairs.
 
     References:
         Dumoulin, Visin, "A guide to convolution arithmetic", 2016, arXiv 1603.07285, chapter 4.
     """
-    # It is a plain convolution whose inputs are dilated by the strides.
+    # A transposed convolution is a convolution whose input is dilated by the strides.
     how = ("strides", 1), ("dilation", dilation), ("strides", strides)
     operands, last = (x, kernel, bias), (constraint, config, state)
     return _convolve("conv_transpose", *operands, how, padding, 1, *last)
@@ -269,7 +269,7 @@ def max_pool(
 
     Scaling: `rules.max_pool`. The result keeps the scale of x. Its mean is not zero.
 
-    The arguments are those of `avg_pool`. The input is padded with -inf.
+    Takes the arguments of `avg_pool`. The input is padded with -inf.
     """
     windows = _windows("max_pool", x, window_shape, strides, padding)
     factors = rules.max_pool(windows.shape, windows.strides, constraint=constraint)

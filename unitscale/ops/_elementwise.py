@@ -65,7 +65,7 @@ def elementwise(
 ) -> ScaledArray:
     """Apply any element-wise function, ``f(mult * x)``, scaled to unit variance.
 
-    Scaling: `rules.elementwise`. ``f`` sees x times its scale; the result has no scale.
+    Scaling: `rules.elementwise`. ``f`` gets the value of x; the result has no scale.
 
     Args:
         f: element-wise function of one float32 array; hashable, finite and not constant.

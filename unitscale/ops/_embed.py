@@ -74,7 +74,7 @@ def embed(
         ids: integer array of any shape, in [0, vocab). An id out of range gives a row of NaN.
         table: (vocab, features), floating.
         vocab: number of rows in use, if the last rows are padding; None for all.
-        dtype: dtype of the result; None for that of the table (bfloat16 for 8 bits).
+        dtype: dtype of the result; None for the table's (bfloat16 for 8 bits).
     """
     data, ids, factor, scale = _look_up("embed", ids, table, vocab)
     dtype = result_dtype(data) if dtype is None else jnp.dtype(dtype)
@@ -88,7 +88,7 @@ def tied_embed(
 
     Scaling: as in `embed`. The gradient of the lookup is added in place to the readout's.
 
-    The arguments are those of `embed`. Returns the rows, and the table to pass to the readout.
+    Takes the arguments of `embed`. Returns the rows, and the table to pass to the readout.
 
     References:
         Press, Wolf, "Using the Output Embedding to Improve Language Models", 2017, arXiv

@@ -47,8 +47,8 @@ def matmul(
         left: (..., m, k), floating.
         right: (..., k, n), floating; leading dimensions broadcast.
         constraint: see `unitscale.ops`.
-        config: formats of a quantized matmul, or None for a matmul in the promoted dtype.
-        state: scales for a strategy that keeps them between steps, such as `quant.Delayed`.
+        config: see `unitscale.ops`.
+        state: see `unitscale.ops`.
     """
     x, x_scale = unpack("matmul", "left", left, (-1,))
     y, y_scale = unpack("matmul", "right", right, (-2,))
@@ -109,16 +109,16 @@ def dense(
 
     Scaling: `rules.dense`, with the global batch size (`unitscale.batch_over`). The scale of the
     result is the product of the scales of x and kernel. With ``config``, a scalar scale of the
-    kernel multiplies the data and both gradients instead, except in float16, which lacks the range.
+    kernel multiplies the result's data and both gradients (not in float16, which lacks the range).
 
     Args:
         x: (..., in), floating.
         kernel: (in, out), floating. With ``config`` it is quantized directly from its own dtype,
-            which is also that of its gradient.
+            and its gradient has that dtype too.
         bias: (out,), or None.
-        constraint: see `matmul`.
-        config: see `matmul`.
-        state: see `matmul`.
+        constraint: see `unitscale.ops`.
+        config: see `unitscale.ops`.
+        state: see `unitscale.ops`.
 
     Returns:
         ScaledArray (..., out) in the promoted dtype; with ``config``, in the dtype of ``x``.
@@ -144,7 +144,7 @@ def readout(
     Scaling: `rules.readout`; scales as in `dense`. The default constraint None is correct if the
     input is a cut edge, that is, if all gradients of the rest of the model pass through it.
 
-    The arguments and the result are those of `dense`.
+    Takes the arguments of `dense`, and returns a result of the same shape and dtype.
     """
     return affine("readout", rules.readout, x, kernel, bias, constraint, config, state)
 
@@ -229,9 +229,9 @@ def einsum(
         x: operand.
         kernel: operand.
         bias: has the axes that kernel and result share, in the result's order; or None.
-        constraint: see `matmul`.
-        config: see `matmul`.
-        state: see `matmul`.
+        constraint: see `unitscale.ops`.
+        config: see `unitscale.ops`.
+        state: see `unitscale.ops`.
 
     Returns:
         ScaledArray in the promoted dtype; with ``config``, in the dtype of ``x``.

@@ -135,7 +135,7 @@ def token_gradients(
 
 
 def reduce_losses(losses: jax.Array, where: jax.Array | None, reduction: Reduction) -> jax.Array:
-    """Reduce the losses of tokens to what `softmax_cross_entropy` returns."""
+    """Reduce the losses of the tokens in ``where``, all if None."""
     if reduction == "none":
         return losses if where is None else jnp.where(where, losses, 0.0)
     if reduction == "sum":
@@ -238,7 +238,7 @@ def softmax_cross_entropy(
         labels: (...), integers in [0, V). Negative labels count from the end, like indices. A label
             out of range gives a loss of NaN.
         mult: static multiplier of the logits (inverse temperature).
-        where: (...), boolean: the tokens to include; None for all. Without any the mean is 0.
+        where: (...), boolean: the tokens to include; None for all. The mean over none is 0.
         reduction: "mean" over the included tokens, "sum", or "none" (one loss per token).
 
     Returns:

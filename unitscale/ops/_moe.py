@@ -68,9 +68,9 @@ def grouped_dense(
         kernel: (groups, in, out), floating.
         groups: sizes of the groups.
         bias: (groups, out), or None.
-        constraint: see `matmul`.
-        config: see `matmul`.
-        state: see `matmul`.
+        constraint: see `unitscale.ops`.
+        config: see `unitscale.ops`.
+        state: see `unitscale.ops`.
 
     Returns:
         ScaledArray (rows, out) in the promoted dtype, or with ``config`` in the dtype of ``x``.
@@ -123,7 +123,7 @@ class Routing:
         experts: (tokens, top_k), indices of the chosen experts, by descending logit.
         mult: multiplier of the logits.
         renormalize: whether the gates of a token sum to 1.
-        shards: number of parts that the batch is divided into, one of which has these tokens.
+        shards: number of shards of the global batch; these tokens are one of them.
     """
 
     logits: jax.Array
@@ -170,7 +170,7 @@ class Routing:
         return jnp.mean(jax.nn.logsumexp(self._summed_logits() * self.mult, axis=-1) ** 2)
 
     def _summed_logits(self) -> jax.Array:
-        """Return the logits, so that a mean over tokens has the gradient of a sum."""
+        """Return the logits; multiply their gradient by the global number of tokens."""
         return scale_bwd(self.logits, float(self.logits.shape[0] * self.shards))
 
 
@@ -402,7 +402,7 @@ class ExpertDevices(NamedTuple):
             if axis in varying(x):
                 raise ValueError(
                     f"unitscale.ops.mixture: each device of the axis {axis!r} must see the same "
-                    "tokens; got tokens that vary over it. Divide the batch over another axis."
+                    "tokens; got tokens that vary over it. Shard the batch over another axis."
                 )
         first = tuple(jax.typeof(x).sharding.spec[:1]) if x.ndim > 1 else ()
         tokens = tuple(name for name in jax.tree.leaves(first) if name != axis)
@@ -431,7 +431,7 @@ class ExpertDevices(NamedTuple):
         return jax.shard_map(run, in_specs=specs, out_specs=(rows, whole), axis_names=names)(*args)
 
     def own_experts(self, chosen: jax.Array) -> tuple[jax.Array, int]:
-        """Return indices among this device's `count` experts (others: `count`), and `count`."""
+        """Return `chosen` as indices of this device's experts, others as `count`; and `count`."""
         count = self.experts // self.size
         own = chosen - (lax.axis_index(self.axis) * count if self.size > 1 else 0)
         return jnp.where((own >= 0) & (own < count), own, count), count

@@ -47,8 +47,8 @@ def _normalized(how, factors, out_dtype, x, affine, constants):
 
 def _normalized_fwd(how, factors, out_dtype, x, affine, constants):
     x_scale, *scales = constants
-    # XLA computes the statistics once: of RMS norm in the kernel that writes x. The first entries,
-    # which the others read, would be computed in one more kernel.
+    # The second barrier makes XLA compute the statistics once (for RMS norm in the kernel that
+    # writes x). Layer norm reads the first entry of each row: the first barrier stores x before.
     x = lax.optimization_barrier(x) if how.centered else x
     x, statistics = lax.optimization_barrier((x, _statistics(how, how.split(x), x_scale)))
     y = _apply(how, x, statistics)
@@ -207,7 +207,7 @@ def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) 
 
     Scaling: as in `layer_norm`.
 
-    The arguments are those of `layer_norm`, without a bias.
+    Takes the arguments of `layer_norm`, without a bias.
 
     References:
         Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
@@ -228,8 +228,8 @@ def group_norm(
 
     Scaling: as in `layer_norm`.
 
-    The arguments are those of `layer_norm`, with x (batch, ..., features). ``num_groups`` is the
-    number of groups of neighboring features; it must divide the number of features.
+    Takes the arguments of `layer_norm`, with x (batch, ..., features). ``num_groups`` is the number
+    of groups of neighboring features; it must divide the number of features.
 
     References:
         Wu, He, "Group Normalization", 2018, arXiv 1803.08494.
@@ -257,8 +257,8 @@ def batch_norm(
 
     Scaling: as in `layer_norm`.
 
-    The arguments are those of `layer_norm`. If ``statistics``, mean and variance (features,), are
-    given, they replace those of ``x``: pass running averages of `batch_statistics` to evaluate.
+    Takes the arguments of `layer_norm`. ``statistics``, a mean and a variance (features,), replace
+    those of the batch: pass running averages of `batch_statistics` to evaluate.
 
     References:
         Ioffe, Szegedy, "Batch Normalization", 2015, arXiv 1502.03167.

@@ -63,14 +63,14 @@ def unpack(
         return data, full
     full = to_float(full)
     largest = safe_scale(jnp.max(full, axis=axes, keepdims=True))
-    # The ratio is a power of two, at most 1. bfloat16 has the range for the result, float16 not.
+    # The ratio is at most 1, usually a power of two. bfloat16 has the range for it, float16 not.
     dtype = data.dtype if data.dtype == jnp.bfloat16 else widen(data).dtype
     data = (widen(data) * (full / largest)).astype(dtype)
     return data, jnp.reshape(largest, ()) if largest.size == 1 else largest
 
 
 def multiply_scales(data: jax.Array, left: Scale, right: Scale) -> Operand:
-    """Multiply two scales; what exceeds float32's normal range multiplies the data instead."""
+    """Multiply two scales, clamped to float32's normal range; the remainder multiplies the data."""
     scale, rest = bounded_product(left, right)
     return data if isinstance(rest, int) else narrow(widen(data) * rest, data.dtype), scale
 
@@ -294,8 +294,8 @@ def unit_scaled(
     floats = tuple(i for i, x in enumerate(example) if is_floating(jnp.asarray(x)))
     if not set(cut) <= set(floats):
         raise ValueError(
-            "unitscale.ops.unit_scaled: cut must contain positions of floating arguments, a part "
-            f"of {list(floats)}; got {list(cut)}"
+            "unitscale.ops.unit_scaled: cut must be among the positions of floating arguments, "
+            f"{list(floats)}; got {list(cut)}"
         )
     known, is_loss = rules.closed_form(fn, example), False
     if known is None:

@@ -48,9 +48,9 @@ from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, unp
 _OP = "readout_cross_entropy"
 # Logits per chunk: 128 MiB in bfloat16. XLA may keep two chunks in memory at once.
 MOST_LOGITS = 2**26
-# Tokens per chunk, with 16-bit and 8-bit gradients of logits. Each chunk also reads and writes the
-# kernel's gradient in float32. With about 850 and 1,600 tokens, this takes as long as the matmul on
-# an H200; with fewer, memory bandwidth would limit it.
+# Least tokens per chunk, with 16-bit and 8-bit gradients of logits. Each chunk reads and writes the
+# kernel's gradient in float32, which on an H200 takes longer than the matmul for chunks of less
+# than about 850 and 1,600 tokens.
 LEAST_TOKENS = 1024, 2048
 
 
@@ -208,7 +208,7 @@ def readout_cross_entropy(
     state: QuantState | None = None,
     logits_dtype: Any = None,
 ) -> jax.Array:
-    """Return the cross entropy of a readout's logits in chunks of tokens, without storing them all.
+    """Return the cross entropy of a readout, computed in chunks without storing all logits.
 
     Scaling: as in `softmax_cross_entropy` of `readout`, up to the order of sums. Amax statistics
     are per chunk. 8-bit gradients of logits are dithered, which keeps their sum per token near 0.
@@ -226,8 +226,8 @@ def readout_cross_entropy(
         vocab: number of classes, if the last columns of the kernel are padding; None for all.
         chunk_size: tokens per chunk; by default at most about 2^26 logits per chunk and device, but
             at least 1,024 tokens, or 2,048 if ``config`` has 8-bit cotangents.
-        config: see `matmul`.
-        state: see `matmul`.
+        config: see `unitscale.ops`.
+        state: see `unitscale.ops`.
         logits_dtype: dtype of x and kernel in the forward matmul, such as "bfloat16"; None for the
             formats of ``config``. The loss is lower than with 8-bit operands.
 
@@ -293,7 +293,7 @@ def readout_cross_entropy(
         _num_chunks(tokens, columns, chunk_size, data, config),
         None if logits_dtype is None else jnp.dtype(logits_dtype),
         token_axes(lead),
-        # The fewer bytes: inputs and their gradients, or the kernel and its gradient.
+        # Shard classes if inputs and their gradients are fewer bytes than those of the kernel.
         fsdp_devices() > 1 and columns % axes_size(token_axes(lead)) == 0 and 2 * tokens <= columns,
     )
     out = _cross_entropy(rows, _Shared(w, state, scale, w_scale), how)

@@ -75,7 +75,7 @@ def gated_sum(
     Scaling: sigmoid(forget) * state + sigmoid(input_gate) * weight * candidate, where the weight is
     `rules.gated_sum`. Operands are multiplied by their scales; all gradients are exact.
 
-    The arguments are those of `gated_update`, with separate gates for state and candidate.
+    Takes the arguments of `gated_update`, with separate gates for state and candidate.
     """
     operands = {"state": state, "candidate": candidate, "forget": forget, "input_gate": input_gate}
     return _gated("gated_sum", rules.gated_sum(share), **operands)

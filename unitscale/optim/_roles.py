@@ -125,7 +125,7 @@ def formats_of(moments: Any, block: int | None) -> Callable[[str, Role | None], 
 
 
 def store_state(state: Any, params: Any, moments: Moments, block: int | None, min_size: int) -> Any:
-    """Store the moments of a fresh state in their formats, with scales as of their parameters."""
+    """Store the moments of a fresh state in their formats, with their parameters' stack axes."""
     formats, roles = formats_of(moments, block), _roles_of(state)
     leaves = jax.tree.leaves_with_path(params, is_leaf=is_scaled)
     # -1 for parameters that `scale_params` left in float32.

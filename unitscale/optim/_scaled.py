@@ -95,7 +95,7 @@ def apply_updates(params: Any, updates: Any, *, key: jax.Array | None = None) ->
     Scaling:
         value + update is computed in float32 and rounded once to the format of the parameter. If
         the RMS of a ScaledArray's old data (of a sample in large arrays) is outside of [1/2, 2],
-        the new data gets a new scale, with which the RMS is near 1.
+        the new data gets a scale that brings its RMS near 1.
 
         Rounding to nearest loses updates below half the distance between neighboring numbers: in
         float16, 2^-12 to 2^-11 of the entry. Stochastic rounding is exact on average.
@@ -349,8 +349,8 @@ def scaled(
 def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
     """Leave weights and state unchanged in a step whose gradients are not finite.
 
-    Like `optax.apply_if_finite`, but also for ScaledArrays, and without a branch, so that a
-    compiled update runs in place. It never gives up: check ``state.consecutive`` yourself.
+    Like `optax.apply_if_finite`, but also for ScaledArrays, without a branch (so that a compiled
+    update runs in place), and without a limit on skipped steps: check ``state.consecutive``.
 
     Args:
         inner: an optax transformation, such as one from `scaled`.

@@ -37,8 +37,8 @@ _UNSAMPLED, _ROW_SAMPLE, _COLUMN_SAMPLE, _ITEM_SAMPLE = 2**16, 2**14, 2**13, 2**
 # Binades of headroom above the largest sampled entry: in formats with 5 exponent bits, in formats
 # with fewer, and in the latter after an entry exceeded its headroom.
 _ROOM, _ROOM_NARROW, _ROOM_AFTER_GROWTH = 10, 1, 4
-# Most arrays whose scales a GPU chooses together, and most entries of each. More arrays compile
-# longer; of larger ones the small kernels take no time, and all gradients would have to be kept.
+# Limits on choosing scales together on a GPU: number of arrays (more take longer to compile), and
+# entries of each (grouping larger arrays saves little time, and keeps their gradients in memory).
 _GROUP, _GROUPED_ENTRIES = 16, 2**24
 # Exponent assumed for the largest entry if all sampled entries are zero.
 _EXPONENT_OF_UNSEEN = -14
@@ -55,9 +55,9 @@ class Moment:
         power of two (1 in float32 and bfloat16). In arrays of up to 2^16 entries, initial states
         and blocks it follows from the exact maximum, so that nothing saturates.
 
-        In larger arrays it follows from about 2^14 evenly spaced entries. Formats with 5 exponent
-        bits (float16, e5m2) have a headroom of 2^10 above these. Formats with fewer have room for
-        twice the largest of them and of all earlier entries; a larger one saturates for some steps.
+        In larger arrays it follows from a sample of about 2^14 evenly spaced entries, with headroom
+        of 2^10 in formats with 5 exponent bits (float16, e5m2). In formats with fewer it has
+        headroom of 2 above sampled and earlier entries; a larger one saturates for some steps.
 
         The root halves the exponents: float8_e4m3fn then covers 2^34 between the largest and the
         smallest second moment, with a relative error of at most 2^-3. Nonzero values never round to
@@ -285,7 +285,7 @@ def store_all(
     }
 
 
-# Under jit, so that arrays of the same shape, of which a model has many, are traced once.
+# Under jit, so that the many arrays of equal shape are traced only once.
 @functools.partial(jax.jit, static_argnums=0)
 def store(
     moment: Moment, x: jax.Array, key: Any = None, scale: jax.Array | None = None
@@ -330,14 +330,14 @@ def _choose_scale(
     else:
         largest = functools.reduce(lax.max, [_largest_bits(part, axes) for part in parts])
         largest = largest if moment.stack_axes else largest.reshape(())
-    # With integers, because XLA needs more kernels to do the same in float32. Round as the format
+    # In integers, because XLA needs more kernels to do the same in float32. Round as the format
     # does, so that a value that rounds up to a power of two counts as one, and storing a loaded
     # array changes nothing. Squares of roots round up at half the distance.
     bits = format_of(moment.dtype).mantissa_bits - moment.root
     biased = ((largest + jnp.uint32(1 << (22 - bits))) >> 23).astype(jnp.int32)
     biased = (biased + 127) >> 1 if moment.root else biased
     zero, infinity = (63, 191) if moment.root else (0, 255)  # as above
-    # The power of two above the largest magnitude becomes the largest one of the format.
+    # Map the power of two above the largest magnitude to the largest power of two of the format.
     above = 1 - _highest_exponent(moment.dtype)
     room, unseen = (_ROOM, 127 + _EXPONENT_OF_UNSEEN) if is_sample else (0, 127 - above)
     if seen:
@@ -370,7 +370,7 @@ def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
 def sample(x: Any, axes: Sequence[int]) -> list[Any]:
     """Return evenly spaced rows and columns of a large array, and all of a small one.
 
-    Sampled rows may all be of one channel of a flattened image; columns cost 32 bytes per entry.
+    Columns cost 32 bytes per entry, but rows may all belong to one channel of a flattened image.
     """
     if not is_sampled(x.shape, axes):
         return [x]

@@ -1,4 +1,4 @@
-"""FP8-LM's automatic scaling: one factor per tensor, which follows how many entries saturate."""
+"""FP8-LM's automatic scaling: a factor per tensor, adjusted to the share of saturated entries."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from jax import export
 from ..core import CastRounding, from_json, is_scaled, to_json
 from ._collectives import AxisName, exchange
 
-# No sum of finite entries needs more headroom than this mu gives.
+# Smallest mu; lower ones would only lose precision.
 _SMALLEST = 2.0**-8
 
 

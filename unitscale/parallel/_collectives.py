@@ -250,8 +250,8 @@ def all_reduce(
     """Average gradients over a mesh axis, sending them in FP8.
 
     Scaling:
-        1. All devices agree on one power-of-two scale per tensor: the smallest with which the
-           largest magnitude on any device fits into the format, divided by ``mu``.
+        1. All devices agree on one power-of-two scale per tensor: the smallest that brings the
+           largest magnitude on any device into the format's range, divided by ``mu``.
         2. Each rounds g / scale to ``dtype``, saturating, and sends part i to device i (an
            all-to-all). Device i averages what it received in float32.
         3. The mean is rounded to ``dtype`` at the same scale and sent to all (an all-gather).
@@ -378,8 +378,8 @@ def all_gather(
 
     Scaling:
         data = part / scale, rounded once and saturating. The scale is the smallest power of two
-        with which the largest magnitude of all parts fits. Weights that are already in ``dtype``,
-        with the same power-of-two scale on all devices, arrive unchanged.
+        that brings the largest magnitude of all parts into range. Weights that are already in
+        ``dtype``, with the same power-of-two scale on all devices, arrive unchanged.
 
     It has no derivative: differentiate with respect to ``to_array`` of the result, and scatter the
     gradient with `reduce_scatter`.
@@ -438,16 +438,16 @@ def all_gather(
 
 @contextmanager
 def exchange_gradients(dtype: Any) -> Iterator[None]:
-    """Sum gradients of weights over the mesh axis fsdp in few bits, while a function is traced.
+    """Sum weight gradients over the mesh axis fsdp in FP8 or bfloat16, while a function is traced.
 
     The context applies to matmuls of `unitscale.ops` and `unitscale.quant` under `jax.jit`, on a
     mesh (`jax.set_mesh`) whose only axis of several devices is ``fsdp``. XLA sums all other
-    gradients, and those of matrices that the axis does not divide.
+    gradients, and those of matrices that the axis does not divide evenly.
 
     Scaling:
-        Each device rounds its part of the sum to ``dtype``: FP8 with a power-of-two scale of its
-        own, as `value_and_grad` rounds gradients. It sends every device the piece that it keeps (an
-        all-to-all), and pieces are added in float32: (n - 1) / n bytes per entry in FP8.
+        Each device rounds its partial sum to ``dtype`` (FP8 with a power-of-two scale of its own,
+        as in `value_and_grad`), and sends each device the shard that this device keeps (an
+        all-to-all). Shards are added in float32. In FP8, (n - 1) / n bytes are sent per entry.
 
     Args:
         dtype: "float8_e4m3fn", "float8_e5m2" or "bfloat16"; None or float32 for XLA's own sums.

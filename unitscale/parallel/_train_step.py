@@ -1,4 +1,4 @@
-"""A data-parallel training step that exchanges gradients in few bits."""
+"""A data-parallel training step that exchanges gradients in FP8."""
 
 import math
 from collections.abc import Callable
@@ -58,8 +58,7 @@ def train_step(
     Returns:
         ``step(state, batch, key=None) -> (state, loss)``. It takes a `ParallelState` and a batch
         whose leaves have the batch as their first dimension. The loss is a float32 mean over
-        devices.
-        An AutoScale in the state scales the exchange, and is updated.
+        devices. An AutoScale in the state scales the exchange, and is updated.
 
     Raises:
         TypeError: if ``optimizer`` is not an optax transformation; in the step, if parameters are

@@ -1,6 +1,6 @@
 """Quantized matmuls: scaling strategies, formats, amax state, and reports on compiled FP8 kernels.
 
-This package does not know about layers or scaling rules: callers pass factors as static numbers.
+This package does not depend on layers or scaling rules: callers pass static factors.
 """
 
 from ._config import (  # Formats and strategies

@@ -210,7 +210,7 @@ class Matmul:
         quantized: whether an operand was in FP8 at some point before the matmul.
         reason: why the kernel is not an FP8 kernel; "" if it is.
         lhs, rhs, out: types such as "float8_e4m3fn[512,256]"; an arrow shows a widened operand.
-        flops: floating-point operations in total, for loops whose trip count XLA knows.
+        flops: total floating-point operations; loops of unknown trip count count as one iteration.
         op_name: JAX's name stack.
         source: "file:line" of the user's code, or "".
     """
@@ -355,7 +355,7 @@ def _array(x: HloInstruction) -> str:
 def _unchanged(
     program: HloProgram, node: HloInstruction | None, until: str = ""
 ) -> HloInstruction | None:
-    """Go back past instructions that keep values, to one that computes them or is an `until`."""
+    """Return the nearest producer that changes values, or that has the opcode ``until``."""
     while node is not None and node.opcode in _UNCHANGED and node.opcode != until:
         node = program.operand(node, _UNCHANGED[node.opcode])
     return node

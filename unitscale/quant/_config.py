@@ -226,7 +226,7 @@ class MatmulConfig:
             object.__setattr__(self, name, fmt.name)
             fits = fmt.signed and not fmt.name.endswith("fnuz")
             fits = fits and (fmt.has_nan or isinstance(self.strategy, Block))
-            expected = "a signed format of NVIDIA GPUs (FP4 and FP6 with Block), as float8_e4m3fn"
+            expected = "a signed format of NVIDIA GPUs, such as float8_e4m3fn (FP4 and FP6: Block)"
             _check(fits, f"MatmulConfig: {name}", expected, fmt.name)
             if (fmt.exponent_bits, fmt.mantissa_bits) == (5, 2):
                 e5m2.append(name)
@@ -248,7 +248,7 @@ def _nvfp4(**options: Any) -> MatmulConfig:
 PRESETS: Mapping[str, MatmulConfig] = {
     "fp8": MatmulConfig(),
     "fp8_e5m2": MatmulConfig(cotangent="float8_e5m2"),
-    # With scales that follow amax, small cotangents need the range of E5M2.
+    # Scales computed from amax leave small cotangents far below 1, so they need E5M2's range.
     "fp8_dynamic": MatmulConfig(cotangent="float8_e5m2", strategy=Dynamic()),
     "fp8_delayed": MatmulConfig(cotangent="float8_e5m2", strategy=Delayed()),
     "fp8_static": MatmulConfig(cotangent="float8_e5m2", strategy=Static()),

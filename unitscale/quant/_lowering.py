@@ -28,11 +28,11 @@ def dot(
 ) -> jax.Array:
     """Call `lax.dot_general` with result ``dtype``, in a form that is fast on CPUs.
 
-    XLA accumulates FP8 matmuls fast unless the precision is "highest" (``exact``).
+    XLA uses fast accumulation for FP8 matmuls unless the precision is "highest" (``exact``).
 
-    XLA's CPU backend has no kernel for bfloat16 x bfloat16 -> float32 in some layouts: operands are
-    widened. For a sum over several leading dimensions, as in a weight gradient, it would transpose
-    the left operand, which takes as long as the matmul: these dimensions are merged.
+    XLA's CPU backend has no kernel for bfloat16 x bfloat16 -> float32 in some layouts, so operands
+    are widened. For a sum over several leading dimensions, as in a weight gradient, it would
+    transpose the left operand, which takes as long as the matmul, so these dimensions are merged.
     """
     multiply = partial(lax.dot_general, preferred_element_type=dtype, out_sharding=sharding)
     if exact and lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
@@ -70,7 +70,7 @@ def block_scaled_dot(
 
     The kernel needs an NVIDIA GPU from compute capability 10.0 (Blackwell), and both operands in
     whole blocks along the same summed dimension. Blocks may be square. The result has the
-    dimensions ``order`` (batch, other ones of lhs, other ones of rhs), in bfloat16 or float32.
+    dimensions ``order`` (batch, then the others of lhs and of rhs), in bfloat16 or float32.
 
     Programs were compiled for a B200 with jax 0.11.2, but never run.
     """
@@ -116,7 +116,7 @@ def _blocked_label(x: Any, labels: str, summed: str) -> str | None:
 def isolate(
     lhs: Any, rhs: Any, backward: Any, factors: tuple[Any, ...]
 ) -> tuple[Any, Any, Any, list[Any]]:
-    """Put barriers on the operands of the forward matmul, and the right one of the ``backward``.
+    """Put barriers on operands: ``lhs``, ``rhs``, and rhs of the ``backward`` matmul.
 
     Without barriers XLA merges matmuls that share an operand and then copies parts of the result,
     and it folds a factor into a GEMM only if no other matmul uses the same number. The left operand
@@ -148,8 +148,8 @@ def are_named() -> bool:
 def named(x: jax.Array, name: str = "quantized") -> jax.Array:
     """Name a quantized operand for the policies of `jax.checkpoint`.
 
-    JAX passes saved floating-point numbers through `lax.reduce_precision`, which makes numbers of
-    float8_e4m3fn from 256 infinite, as IEEE formats have it (jax 0.10.2). So name its bits.
+    Name the bits of 8-bit numbers: JAX passes saved floating-point numbers through
+    `lax.reduce_precision`, which makes 256 and above infinite in float8_e4m3fn (jax 0.10.2).
     """
     if x.dtype.itemsize > 1:
         return checkpoint_name(x, name)
@@ -170,12 +170,12 @@ def both_layouts(x: Any, count: int, *, stored: bool) -> tuple[Any, Any]:
     so an operand of two matmuls is needed in two layouts. On other backends, and where the copy is
     not supported, both results are ``x``.
 
-    XLA writes a transpose of 8-bit numbers byte by byte: on an H200 (jax 0.11.2) a gradient of
-    768 x 3,072 over 8,192 tokens then takes 245 microseconds. With words of four bytes it takes 75,
-    and in bfloat16 62. The constraints keep the transpose after the packing. If ``x`` is the cast
-    of a ``stored`` array, such as a weight, one kernel writes both layouts, provided that both
-    consist of words. Other operands are the results of longer computations, which XLA would repeat
-    for the second layout; the barrier makes it read the FP8 result instead.
+    XLA transposes 8-bit numbers byte by byte: on an H200 (jax 0.11.2) a gradient of 768 x 3,072
+    over 8,192 tokens then takes 245 microseconds, in words of four bytes 75, and in bfloat16 62.
+    The layout constraints make XLA pack words before the transpose. If ``x`` is the cast of a
+    ``stored`` array, such as a weight, one kernel writes both layouts, if both consist of words.
+    Other operands result from longer computations, which XLA would repeat for the second layout;
+    the barrier makes it read the FP8 result instead.
     """
     if not _moves(x, count) or (stored and not _one_device()):
         return x, x

@@ -175,7 +175,7 @@ def scaled_matmul(
         return narrow(y if factor == 1 else y * factor, out_dtype)
     total: Any = factor
     if len(scales) == 2:
-        # Multiply smallest and largest first, so that no intermediate result leaves the range.
+        # Multiply smallest and largest first: no intermediate result overflows or underflows.
         low, high = jnp.minimum(*scales), jnp.maximum(*scales)
         middle = jnp.maximum(low, jnp.minimum(high, factor))
         total = jnp.minimum(low, factor) * jnp.maximum(high, factor) * middle
@@ -262,7 +262,7 @@ class Core:
         return _quantize(x, which, axes, self.config, state)
 
     def requantizes(self, which: int) -> bool:
-        """Return whether an operand has another form in its backward matmul."""
+        """Return whether an operand differs between its forward and its backward matmul."""
         config = self.config
         if config is None:
             return False
@@ -287,7 +287,7 @@ class Core:
     def multiply(
         self, lhs: Any, rhs: Any, groups: Any, spec: Contraction, factor: Any, dtype: Any
     ) -> jax.Array:
-        """Run the forward matmul, or that of the left gradient. ``groups`` are sizes of groups."""
+        """Run the matmul of the output or the left gradient; ``groups`` are sizes of groups."""
         del groups
         exact = self.exact(forward=spec.out == self.spec.out)
         return scaled_matmul(lhs, rhs, spec, factor, dtype, exact=exact)
@@ -302,7 +302,7 @@ class Core:
 
         It is named "gathered": see `_lowering.named`.
         """
-        # Matrices of groups have a dimension without a label; XLA places them.
+        # Grouped matrices have a dimension without a label; XLA chooses how to gather them.
         is_weight = not set(self.spec.rhs) & set(self.spec.lhs) & set(self.spec.out)
         is_weight = is_weight and rhs.ndim == len(self.spec.rhs)
         if fsdp_devices() == 1 or not (is_weight and is_scaled(rhs) and is_float8(rhs.dtype)):
@@ -391,7 +391,7 @@ def _in_parts(x: Any, axis: int, count: int) -> Any:
         scale = x.scale if x.scale is None or not x.scale.ndim else _in_parts(x.scale, axis, count)
         return ScaledArray(_in_parts(x.data, axis, count), scale)
     size = x.shape[axis]
-    parts = (count, size // count) if size > 1 else (1, 1)  # a scale of all parts
+    parts = (count, size // count) if size > 1 else (1, 1)  # one scale for all parts
     return x.reshape(*x.shape[:axis], *parts, *x.shape[axis + 1 :])
 
 
@@ -481,8 +481,8 @@ def contract(
         spec: the contraction.
         factors: static (fwd, bwd_lhs, bwd_rhs).
         config: formats and strategy; None multiplies the operands in their promoted dtype.
-        out_dtype: dtype of the result. The default is that of lhs with ``config``, else the
-            promoted one; 8-bit types count as bfloat16. Gradients have their operands' dtypes.
+        out_dtype: dtype of the result; by default the dtype of lhs with ``config``, else the
+            promoted dtype (8-bit types count as bfloat16). Gradients have their operands' dtypes.
         state: the scales of `Delayed`, or of `Static` without scales. Its gradient holds the amax
             statistics of the three tensors, for `QuantState.advance`.
         multiplier: scalar array, such as an operand's scale, that multiplies the results of all
@@ -565,7 +565,7 @@ class Multiplier:
         self._transposed = _lowering.transposed_copy(self._rhs) if parts > 1 else None
 
     def __call__(self, lhs: jax.Array) -> tuple[jax.Array, Any]:
-        """Multiply a chunk; return the result, and what `gradients` needs as ``part``."""
+        """Multiply a chunk; return the result and the residuals for `gradients`."""
         core = self._core
         quantized, seen = core.quantize(lhs, LHS, self._state, core.spec)
         left = quantized if self._forward is None else cast(lhs, self._forward)
@@ -591,7 +591,7 @@ class Multiplier:
 
     @property
     def shared_gradient(self) -> QuantState | None:
-        """The part of the `QuantState`'s gradient (amax and counts) that the right operand adds."""
+        """The right operand's contribution to the `QuantState`'s gradient (amax and counts)."""
         return state_gradient(self._state, (None, self._seen, None), (0, self._rhs.size, 0))
 
 

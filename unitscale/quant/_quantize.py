@@ -97,7 +97,7 @@ def quantize_dynamic(
 
 
 def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
-    """Return the scale of each block for its amax; NaN if data could not store NaN or infinity."""
+    """Return the scale of each block; NaN if amax is not finite and the data has no NaN."""
     scale_format = format_of(strategy.scale_format)
     finite, unit = jnp.isfinite(largest), None
     if scale_format.name != "float8_e4m3fn":
@@ -122,7 +122,7 @@ _SIGNS = np.array([1, 1, -1, 1, -1, -1, -1, 1, 1, -1, -1, 1, 1, 1, -1, -1], np.f
 def hadamard(x: jax.Array, axis: int) -> jax.Array:
     """Multiply groups along an axis by an orthogonal matrix with random signs; return float32.
 
-    A sum over the axis of products of two such arrays is the sum without the matrix. Groups have 16
+    The matrix cancels in a matmul of two such arrays that sums over the axis. Groups have 16
     elements, or the largest power of two below 16 that divides the axis.
 
     References:
@@ -206,7 +206,7 @@ def quantize(
 
 
 def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
-    """Dequantize to the dtype of ``x``. If rounding left its range, finite values saturate."""
+    """Dequantize to the dtype of ``x``; finite values that rounded beyond its range saturate."""
     y = quantized.map_data(materialize).value
     largest = jnp.asarray(format_of(y.dtype).max, y.dtype)
     y = jnp.where(jnp.isfinite(x), jnp.clip(y, -largest, largest), y)

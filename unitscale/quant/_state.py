@@ -1,9 +1,9 @@
 """Amax state of delayed and calibrated scales.
 
 A matmul returns its amax statistics as the *gradient* of its state. ``tally`` has one bin per scale
-exponent, and a 1 in the bin that the amax of the step needs. Sums and means of gradients keep the
-topmost nonzero bin, which belongs to the largest amax. So this works for layers used twice, scans,
-rematerialization, gradient accumulation, and psum or pmean over devices.
+exponent, and the bin for the current amax is 1. In a sum or mean of gradients, the highest nonzero
+bin belongs to the largest amax, as required for layers used twice, scans, activation checkpointing,
+gradient accumulation, and psum or pmean over devices.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ TENSORS = ("lhs", "rhs", "cotangent")
 _NOT_FINITE = MAX_EXPONENT - MIN_EXPONENT + 1
 _SATURATED, _ELEMENTS, _BINS = _NOT_FINITE + 1, _NOT_FINITE + 2, _NOT_FINITE + 3
 _EMPTY = MIN_EXPONENT - 1.0
-_LIBRARIES = {"unitscale", "jax", "flax", "contextlib"}  # whose lines a warning does not point at
+_LIBRARIES = {"unitscale", "jax", "flax", "contextlib"}  # stack frames that a warning skips
 
 
 def is_stateful(strategy: Strategy) -> TypeGuard[Delayed | Static]:
@@ -169,7 +169,7 @@ def check_state(owner: str, config: MatmulConfig | None, state: QuantState | Non
     if config is not None and not isinstance(config, MatmulConfig):
         raise TypeError(
             f"unitscale.quant.{owner}: config must be a quant.MatmulConfig; got {config!r}. "
-            "MatmulConfig() is E4M3 at unit scale"
+            "MatmulConfig() quantizes to E4M3 without scales"
         )
     strategy = None if config is None else config.strategy
     if state is None:

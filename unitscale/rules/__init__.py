@@ -1,8 +1,8 @@
 """Scaling rules: functions that compute static factors from shapes, in pure Python.
 
-Every scaling formula of the library stands here, with its assumptions and source. Ops, layers,
-transforms and optimizers call these functions and contain no `** -0.5` of their own. A rule returns
-`Factors`: a forward factor, and one backward factor per operand. "Unit" means an RMS of 1.
+Every scaling formula of the library is defined here, with its assumptions and source. Ops, layers,
+transforms and optimizers call these functions. A rule returns `Factors`: a forward factor, and one
+backward factor per operand. "Unit" means an RMS of 1.
 
 Arguments mean the same in every rule. `in_features` is the contracted dimension, `out_features`
 the last dimension of the output; `batch`, `rows` and `tokens` are products of all leading
@@ -60,7 +60,6 @@ from ._residual import umup_learning_rate as umup_learning_rate  # Learning rate
 # For the other packages of the library.
 from ._attention import logit_factor as logit_factor
 from ._residual import (
-    RESIDUAL_SCHEMES as RESIDUAL_SCHEMES,
     ROLES as ROLES,
     ResidualFactors as ResidualFactors,
 )

@@ -1,4 +1,4 @@
-"""Factors of dot-product attention, and of its inputs' correlation after the layers below it."""
+"""Factors of dot-product attention, also for inputs that the layers below have correlated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -18,10 +18,10 @@ from ._residual import residual
 from ._softmax import SoftmaxMoments, causal_softmax_moments, moments_by_size, softmax_moments
 
 NormPlacement = Literal["pre", "post", "none"]
-"""Position of the norm in the branches of an `AttentionContext`: before, after the sum, or none."""
+"""Position of the norm in an `AttentionContext`: before a branch, after the sum, or none."""
 
-# Groups of positions: those of one position, and others if there is no window; most groups in a
-# window, and most windows, beyond which all positions have the same statistics.
+# Limits on groups of positions: groups of one position, further groups, groups per window, and
+# windows (positions after the last window have the same statistics).
 _SINGLE_POSITIONS, _GROUPS, _GROUPS_PER_WINDOW, _WINDOWS = 64, 96, 8, 32
 
 
@@ -53,14 +53,14 @@ def dot_product_attention(
     """Return the factors of `dropout(softmax(mult / d * q @ k.T)) @ v`, `bwd = (q, k, v)`.
 
     Scaling:
-        For unit q, k and v the logits are normal with standard deviation `mult * d^-1/2`. The mean
-        square of the output is then `E[sum p^2]` over the softmax weights p of a query's keys, of
-        which there are `key_length`, or with a causal mask 1, 2, ..., key_length (averaged), but at
-        most `keys_per_query`, the size of a window. The forward factor is its inverse root, times
-        `(1 - dropout_rate)^1/2`. Before the constraint, the factor of v is the same, and that of q
-        and k is 1 over the RMS of the softmax's gradient times the logits' standard deviation.
-        Assumes as many queries as keys, and no mask but the causal one and the window.
-        `mean_square` replaces `E[sum p^2]` if values are correlated: see `AttentionContext`.
+        For unit q, k and v the logits are normal with standard deviation `mult * d^-1/2`, and the
+        mean square of the output is `E[sum p^2]` over the softmax weights p of a query. A query has
+        `key_length` keys, or with a causal mask 1, 2, ..., key_length (averaged), but at most
+        `keys_per_query`, the size of a window. The forward factor is the inverse root of the mean
+        square, times `(1 - dropout_rate)^1/2`. Before the constraint, v has the same factor; the
+        factor of q and k is 1 over the RMS of the softmax's gradient times the logits' standard
+        deviation. Assumes as many queries as keys, and no mask except the causal one and the
+        window. `mean_square` replaces `E[sum p^2]` if values are correlated (`AttentionContext`).
 
     References:
         u-muP, arXiv 2407.17465, unit-scaled dot-product attention, with the exact expectation in
@@ -134,12 +134,8 @@ class AttentionContext:
                 "unitscale.rules.AttentionContext: taus_below must hold one tau for each attention "
                 f"and MLP branch below, an even number; got {len(self.taus_below)}"
             )
-        check_choice(
-            "unitscale.rules.AttentionContext",
-            "norm_placement",
-            self.norm_placement,
-            get_args(NormPlacement),
-        )
+        name = "unitscale.rules.AttentionContext"
+        check_choice(name, "norm_placement", self.norm_placement, NormPlacement)
 
     def mean_square(
         self,
@@ -152,8 +148,8 @@ class AttentionContext:
     ) -> float:
         """Return the argument `mean_square` of `dot_product_attention`, from its other arguments.
 
-        Assumes that the attention layers below are like this one. `keys_per_query` is used only
-        with a causal mask.
+        Assumes that the attention layers below have the same arguments. `keys_per_query` is used
+        only with a causal mask.
         """
         name = "AttentionContext.mean_square"
         check_sizes(name, head_dim=head_dim, key_length=key_length)
@@ -172,7 +168,7 @@ class _Covariance(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """Maps the covariance of values at all positions to that of attention's outputs."""
+    """Maps the covariance of values at all positions to the covariance of attention's outputs."""
 
     length: int
     is_causal: bool

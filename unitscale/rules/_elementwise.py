@@ -29,8 +29,8 @@ def elementwise(
 
     Scaling:
         The forward factor is `1 / std(f(mult * x))`; before the constraint, the backward factor is
-        `1 / RMS(d/dx f(mult * x))`, both for `x ~ N(0, 1)`. They are integrated numerically, also
-        across a kink at 0 such as that of relu. The mean of `f` is not removed. If the derivative
+        `1 / RMS(d/dx f(mult * x))`, both for `x ~ N(0, 1)`. They are integrated numerically,
+        including across a kink at 0, as in relu. The mean of `f` is not removed. If the derivative
         is zero almost everywhere (sign, round), the backward factor is the forward one.
 
     Raises:
@@ -151,7 +151,7 @@ def _std_of_maximum(n: int) -> float:
     """Return the standard deviation of the maximum of n independent unit normal values."""
     nodes, weights = quadrature()
     above = np.array([math.erfc(x / math.sqrt(2)) / 2 for x in nodes])
-    # P(all others are below), in logarithms because `above` is tiny near the maximum of many.
+    # P(all others are below), in logarithms because `above` may be tiny.
     with np.errstate(divide="ignore"):
         density = n * weights * np.exp((n - 1) * np.log1p(-above)) if n > 1 else weights
     mean = density @ nodes
@@ -196,7 +196,7 @@ def quadrature() -> tuple[np.ndarray, np.ndarray]:
 @contextmanager
 def compile_time() -> Iterator[None]:
     """Evaluate JAX operations on concrete arrays now, even while JAX traces another function."""
-    # Inside `jax.shard_map` over some of the mesh axes, new arrays would be sharded as parts.
+    # Inside `jax.shard_map` over some of the mesh axes, JAX would treat new arrays as shards.
     no_mesh = AbstractMesh((), ())
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(no_mesh):
         yield

@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from ..core import check_choice
 
@@ -40,8 +40,8 @@ class Factors:
     """The static factors of an op in the forward and backward pass; hashable.
 
     Scaling:
-        The op computes `fwd * f(x, ...)`. The gradient of operand `i` is that of the *unscaled*
-        `f`, multiplied by `bwd[i]`. A backward factor equal to `fwd` gives the exact gradient; any
+        The op computes `fwd * f(x, ...)`. The gradient of operand `i` is the gradient of the
+        unscaled `f` times `bwd[i]`. A backward factor equal to `fwd` gives the exact gradient; any
         other is only correct on a cut edge (see `constrain`).
 
     References:
@@ -84,7 +84,7 @@ def constrain(constraint: Constraint, output: float, *grad_inputs: float) -> tup
     factors = (output, *grad_inputs)
     if constraint is None:
         return factors
-    check_choice("unitscale.rules.constrain", "constraint", constraint, get_args(Constraint))
+    check_choice("unitscale.rules.constrain", "constraint", constraint, Constraint)
     count = len(grad_inputs)
     needed, index = _ONE_GRADIENT.get(constraint, (count, 0))
     if needed != count:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ from ._linear import Constraint, Factors, check_sizes, constrain, positive_numbe
 
 ResidualScheme: TypeAlias = Literal["fixed", "running_mean", "depth"]
 """How `residual_taus` computes the tau of each branch."""
-
-RESIDUAL_SCHEMES: tuple[ResidualScheme, ...] = get_args(ResidualScheme)
-"""All schemes of `residual_taus`."""
 
 ROLES = ("weight", "bias", "norm", "readout", "embedding")
 """Roles of parameters, for `umup_learning_rate` and `unitscale.nn.Policy`."""
@@ -130,7 +127,7 @@ def residual_taus(
     References:
         Unit Scaling, arXiv 2303.11257, residual schemes; u-muP, arXiv 2407.17465, appendix G.
     """
-    check_choice("unitscale.rules.residual_taus", "scheme", scheme, RESIDUAL_SCHEMES)
+    check_choice("unitscale.rules.residual_taus", "scheme", scheme, ResidualScheme)
     check_sizes("residual_taus", num_branches=num_branches)
     tau = positive_number("residual_taus", "tau", tau)
     mult = positive_number("residual_taus", "mult", mult)
@@ -237,7 +234,7 @@ def gated_sum(share: float = 0.5) -> float:
 
     Scaling:
         As in `gated_update`, with two independent logistic gates, whose product has mean 1/4: the
-        weight solves `weight^2 q + q + weight c / 2 = 1`. `share` is that of the hidden state.
+        weight solves `weight^2 q + q + weight c / 2 = 1`. `share` refers to the hidden state.
 
     References:
         Unit Scaling, arXiv 2303.11257, weighted addition; derived here for gates. Hochreiter,
@@ -255,7 +252,7 @@ def _check_share(rule: str, share: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _reset_power(share: float) -> float:
-    """Return E[tanh^2] with a gate on the state in its argument, divided by that without gate."""
+    """Return E[tanh^2] with a reset gate, divided by E[tanh^2] without one."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(40)
     weights = weights / weights.sum()
     gate = 1 / (1 + np.exp(-nodes))

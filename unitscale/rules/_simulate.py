@@ -65,7 +65,7 @@ def closed_form(fn: Callable[..., Any], example: Sequence[Any]) -> Factors | Non
 
 
 def _is_elementwise(fn: Callable[..., Any], shape: tuple[int, ...]) -> bool:
-    """Return whether values and slopes of a function are the same for each entry separately."""
+    """Return whether a function and its derivative act on each entry separately."""
     x, dx = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
     try:
         if jax.make_jaxpr(fn)(x).effects:
@@ -142,7 +142,8 @@ def simulate(
         ) from error
     if closed.effects:
         raise ValueError(
-            f"{where}: expected a function without side effects; got some, as of jax.debug.print"
+            f"{where}: expected a function without side effects; got one with jax.debug.print or "
+            "similar. Remove it."
         )
     if not isinstance(out, jax.ShapeDtypeStruct) or not is_floating(out):
         raise TypeError(f"{where}: expected a function that returns one floating array; got {out}")

@@ -128,13 +128,13 @@ def router(
     """Return the factors of the matmul that computes router logits, with `bwd = (x, kernel)`.
 
     Scaling:
-        The forward factor `in^-1/2` is constrained together with the input gradient's, ideally
-        `experts^-1/2`, because the experts use the tokens too. The gradient of a gate is `c <f,
-        dy>`, with c the forward factor of `mixture`. Its RMS is `c out^1/2` for unit outputs f and
+        The forward factor `in^-1/2` and the input gradient's `experts^-1/2` are constrained
+        together, because the experts use the tokens too. The gradient of a gate is `c <f, dy>`,
+        with c the forward factor of `mixture`. Its RMS is `c out^1/2` for unit outputs f and
         cotangents dy, where out is `out_features`, by default `in_features`. The mean square of a
         logit's gradient is then `(c mult)^2 out / experts * E[sum g^2 - 2 g^3 + (sum g^2)^2]`. The
-        kernel is a cut edge: its factor is the inverse root of that, times `tokens^-1/2`, or
-        `tokens^-1/2` if the gates are constant.
+        kernel is a cut edge: its factor is the inverse root of this mean square times
+        `tokens^-1/2`, or `tokens^-1/2` if the gates are constant.
 
     References:
         Mixtral: Jiang et al., 2024, arXiv 2401.04088, equations 1 and 2.
@@ -216,7 +216,7 @@ def gate_moments(experts: int, top_k: int, spread: float, renormalize: bool) -> 
     """Return the moments of the gates of the top k normal logits; spreads above 24 count as 24.
 
     Given the largest logit t that is not chosen, the chosen logits are independent normals above t,
-    and the others below it. What remains is an integral over t of one-logit expectations.
+    and the others below it. The moments are integrals over t of one-logit expectations.
     """
     if top_k == experts:
         return softmax_moments(experts, spread)

@@ -18,13 +18,13 @@ The program is traced on the values of its arguments, in float32 for data of 16 
    of the data, read at run time, or a larger one if the largest entry needs it. A carry that starts
    plain or wide stays wide, as do results of branches.
 
-XLA would keep some float32 arrays across a contraction, such as those that gradients need. They are
-recomputed from stored arrays if these are at most three arrays of 16 bits. Otherwise an
-element-wise result of stored arrays is stored where it is computed.
+XLA would keep some float32 arrays in memory across a contraction, such as residuals for gradients.
+They are recomputed from stored arrays if these take no more bytes than three 16-bit arrays. If they
+take more, element-wise results of stored arrays are stored where they are computed.
 
-No rule guesses the meaning of numbers from their magnitude. An argument that is returned unchanged
-keeps its scale. The result of a contraction gets a new scale where it leaves the program: otherwise
-the scale of a state that every step updates could drift away from its data.
+An argument that is returned unchanged keeps its scale. The result of a contraction gets a new scale
+where it leaves the program; otherwise the scale of a state that every step updates could drift away
+from its data.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class Interpreter:
     """Evaluate the equations of one jaxpr; each inner jaxpr gets its own interpreter."""
 
     def __init__(self, settings: Settings):
-        """Store the settings."""
         self.settings = settings
 
     # -- methods that rules call -------------------------------------------------------------
@@ -124,7 +123,7 @@ class Interpreter:
         dtype = data_dtype(*values)
 
         def wrap(data: Any) -> Value:
-            # References, as of `jax.new_ref`, hold plain values.
+            # References, such as those of `jax.new_ref`, hold plain values.
             is_array = hasattr(data, "dtype") and not hasattr(jax.typeof(data), "inner_aval")
             return wide_value(data, dtype) if is_array and is_float(data) else Value(data)
 

@@ -55,7 +55,7 @@ def whole(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
 
 @register("mover", *_PARTS)
 def part(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
-    """Apply to data with one scale; the size of the part that is left is unknown."""
+    """Apply to data with one scale; the size of the result is unknown."""
     x, *rest = values
     x = x.uniform()
     results = interpreter.bind(eqn, [x.data, *(r.data for r in rest)])
@@ -146,7 +146,7 @@ def _scattered(eqn: JaxprEqn, *arrays: Any) -> Any:
 
 @register("mover", "scatter", "scatter_max", "scatter_min")
 def scatter(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Treat a scatter as a choice among operands; one that applies a function is default."""
+    """Treat as a choice among operands; use the default rule if it applies a function."""
     if eqn.primitive is lax.scatter_p and eqn.params["update_jaxpr"] is not None:
         return interpreter.default(eqn, values)
     return _choose(interpreter, eqn, values, lambda *arrays: _scattered(eqn, *arrays))
@@ -233,7 +233,7 @@ def reduce_precision(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value
 
 @register("cast", "convert_element_type")
 def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Cast the value; from float to float, change its type, and its data and scale if stored."""
+    """Cast the value; a cast from float to float casts the data, and changes the storage type."""
     (x,) = values
     before, dtype = aval_of(eqn.invars[0]).dtype, eqn.params["new_dtype"]
     if not is_float(dtype):

@@ -83,7 +83,7 @@ class Traced(NamedTuple):
     specs: tuple[Spec, ...]
 
     def rebuild(self, results: Sequence[Any], scales: Sequence[Any]) -> list[Value]:
-        """Turn results into values; ``scales`` are those of the operands."""
+        """Turn results into values, given the scales of the operands."""
         count = len(self.specs)
         known = [*scales, *results[count:]]
         return [s.unpack(r, known) for s, r in zip(self.specs, results[:count], strict=True)]
@@ -129,7 +129,7 @@ def _without_consts(traced: Traced, packed: Packed) -> tuple[ClosedJaxpr, list[A
 
 # -- rules -------------------------------------------------------------------------------------
 
-# The value by which jit marks a sharding that the compiler chooses; it has no public name in JAX.
+# jit's marker for a sharding that the compiler chooses; it has no public name in JAX.
 with jax.disable_jit(False):  # in case JAX_DISABLE_JIT is set
     _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["out_shardings"][0]
 

@@ -76,10 +76,10 @@ def known_terms(dims: Iterable[Any]) -> int:
     return max(math.prod(n for n in dims if isinstance(n, int)), 1)
 
 
-# A sum of n terms of one sign grows by n, not by its root. More terms than this count as two steps,
-# because such a sum could use up most of the range of float16.
+# Sums with more terms count as two steps: if all terms have one sign, the sum grows by n and not by
+# its root, which could use up most of the range of float16.
 _MANY = 2**12
-# The sum of as many products of numbers up to 1.5, of one sign, is within the range of float16.
+# A sum of this many products of numbers up to 1.5 is within the range of float16.
 _FITS = 2**14
 
 
@@ -127,14 +127,14 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
         return contract(left, right, dtype)
 
     if types[0] == types[1] == dtype == np.float16 and 0 <= growth <= 10:
-        # The sum may overflow float16, so one operand is divided by the growth before: the matmul
-        # then writes float16, not float32. A smaller result that surely fits is divided instead,
-        # which XLA does within the matmul. On a CPU, XLA would also accumulate in float16.
+        # Divide one operand by the growth: the sum could overflow float16, and the matmul should
+        # not write float32. A small result that fits is divided instead, which XLA fuses. On a CPU,
+        # XLA would also accumulate in float16, so there the float32 result is divided.
         arrays = left, right, aval_of(eqn.outvars[0])
         *sizes, result = (known_terms(a.shape) for a in arrays)
         fits = x.is_sized and y.is_sized and terms <= _FITS and result <= min(sizes)
         data = lax.platform_dependent(left, right, cpu=after, default=inside if fits else before)
-    elif is_bfloat:  # whose range is that of float32
+    elif is_bfloat:  # bfloat16 has the range of float32
         data = inside(left, right)
     else:
         data = after(left, right)
@@ -173,7 +173,7 @@ def _attention_operands(
 ) -> tuple[list[Value], list[Any], dict[str, Any], Scale]:
     """Return q, k, v; arrays up to the page tables; changed parameters; q's additional scale.
 
-    The kernel adds a bias to the logits, so it must compute their true values. What is static in
+    The kernel adds a bias to the logits, so it must compute their true values. The static part of
     the scales of q and k goes into its ``scale``; the rest is multiplied into q and k, half each.
     """
     dtype = data_dtype(*values[:4])
@@ -199,7 +199,7 @@ def _attention_operands(
 
 @register("contraction", "dot_product_attention_fwd_wrapper")
 def attention(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """Call the kernel on data: apply the scales of q and k, and give the result that of v."""
+    """Call the kernel on data: apply the scales of q and k; the result has the scale of v."""
     (_, _, v), arrays, changes, _ = _attention_operands(eqn, values)
     data, *statistics = interpreter.bind(eqn, arrays, **changes)
     return [v.with_data(data), *(wide_value(s, np.float32) for s in statistics)]

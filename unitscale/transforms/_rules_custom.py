@@ -1,8 +1,8 @@
 """Rules of custom_jvp and custom_vjp: keep custom derivatives, also outside of scalify.
 
 The user's derivative is written for values, while JAX differentiates data with constant scales. As
-value = data * scale, the tangent of the data is that of the value divided by the scale, and the
-cotangent of the data is that of the value multiplied by the scale.
+value = data * scale, the data's tangent is the value's tangent divided by the scale, and the data's
+cotangent is the value's cotangent multiplied by the scale.
 """
 
 from __future__ import annotations

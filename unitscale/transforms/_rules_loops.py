@@ -232,7 +232,7 @@ def _in_float32(value: Value) -> Value:
 
 @register("control flow", "while")
 def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    """Loop over the scaled body; in float32 if the exit depends on floats, or it might not end."""
+    """Loop over the scaled body, in float32 if the exit depends on floats that might round."""
     settings, params = interpreter.settings, eqn.params
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, second = params["cond_nconsts"], params["body_nconsts"]

@@ -38,7 +38,6 @@ class Scalified:
         static_scaling: StaticScaling,
         decouple: bool = False,
     ):
-        """Wrap a function; see `scalify`."""
         self._function = function
         self._static_argnums = frozenset(static_argnums)
         self._static_argnames = frozenset(static_argnames)
@@ -156,7 +155,7 @@ def _gathered(values: list[Value]) -> list[Value]:
     for v in values:
         array = scale_of(v).array
         if isinstance(array, Tracer) and not array.ndim:
-            # `jax.vmap` gives mapped arrays a class of their own; they are not stacked with others.
+            # Arrays that `jax.vmap` maps have a class of their own; do not stack them with others.
             groups.setdefault((type(array), jax.typeof(array)), []).append(v)
     for group in groups.values():
         vector = lax.optimization_barrier(jnp.stack([scale_of(v).array for v in group]))
@@ -168,7 +167,7 @@ def _gathered(values: list[Value]) -> list[Value]:
 def _traced_aval(leaf: Any) -> Any:
     """Return the type to trace an argument with: float32 for ScaledArrays of 16 bits or fewer.
 
-    Its sharding and the mesh axes that it varies over are those of the data.
+    It has the sharding of the data, and varies over the same mesh axes.
     """
     if not isinstance(leaf, ScaledArray) or leaf.scale is None:
         return leaf.data if isinstance(leaf, ScaledArray) else leaf
@@ -265,9 +264,10 @@ def scalify(
         float32 too, begin with ``transforms.cast_data(x, jnp.float32)``, or pass float32 arrays.
         Derivatives of the scaled function are with respect to the data, at constant scales.
 
-        In float16, entries far smaller than the RMS of their array become 0, such as squares of
-        gradients below 2^-12 of the others, by which Adam divides. Give Adam gradients of similar
-        size, use bfloat16, or scalify only the gradients and update by `optim.scaled`.
+        In float16, entries far smaller than the RMS of their array become 0. Adam's second moment
+        becomes 0 for gradients below 2^-12 of the others, and Adam divides by its root: give Adam
+        gradients of similar size, use bfloat16, or scalify only the gradients and update by
+        `optim.scaled`.
 
     Args:
         fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map and
@@ -280,8 +280,7 @@ def scalify(
             number of terms), "identity" (none), or a function of the primitive's name and the
             number of terms. It is rounded to a power of two.
         decouple: an experiment: compute functions of float16 data (exp, log, tanh, erf, sin, sqrt)
-            in float16 where scale and data show at run time that the result equals that of float32
-            up to rounding.
+            in float16 where, as checked at run time, the result equals float32's up to rounding.
 
     Returns:
         The scaled function. Every call traces it, so call it under `jax.jit`. Calling scalify on it

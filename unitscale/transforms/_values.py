@@ -138,7 +138,6 @@ class Value:
         steps: int | None = None,
         const: float | None = None,
     ):
-        """Build a value; see the class."""
         self.data = data
         self.scale = scale
         # Typed as Any, because it is None only where the scale is None.
@@ -257,12 +256,12 @@ class Value:
             return self.once("stored", at_one)
         return self.once("stored", self.measured)
 
-    def measured(self, statistic: Statistic = "rms") -> Value:
-        """Return the value stored at the power of two nearest its size, read from the data."""
+    def measured(self) -> Value:
+        """Return the value stored at the power of two nearest its RMS, read from the data."""
         x = self.uniform()
         assert x.scale is not None, "a measured value is scaled"
         largest = format_of(self.dtype).max
-        unit = x.once(statistic, lambda: unit_of(x.apart().data, statistic, largest))
+        unit = x.once("rms", lambda: unit_of(x.apart().data, largest=largest))
         data = times(widen(x.apart().data), Scale(0, _inverse(unit)))
         # All finite float32 numbers fit, so that they need not saturate.
         is_half = self.dtype == np.float16 and data.dtype == np.float32
@@ -304,7 +303,7 @@ def leaving(values: Sequence[Value]) -> list[Value]:
     for v in values:
         is_narrow = v.scale is not None and not is_complex(v.data) and not spans(v.dtype)
         if is_narrow and not scale_of(v).ndim and not v.is_sized and jnp.size(v.data):
-            # `jax.vmap` gives mapped arrays a class of their own; they are not stacked with others.
+            # Arrays that `jax.vmap` maps have a class of their own; do not stack them with others.
             groups.setdefault((type(v.data), jax.typeof(v.data), v.dtype), []).append(v)
     for (_, _, dtype), group in groups.items():
         for start in range(0, len(group), _TOGETHER):
@@ -357,7 +356,7 @@ def is_complex(data: Any) -> bool:
 
 
 def data_dtype(*values: Value) -> Any:
-    """Return the type of a result: that of its scaled operands; plain ones do not widen it."""
+    """Return the promoted type of the scaled operands; plain operands do not widen a result."""
     return np.dtype(jnp.result_type(*[v.dtype for v in values if v.dtype is not None]))
 
 
@@ -384,7 +383,7 @@ def fit(data: Any, dtype: Any) -> Any:
         return narrow(data, dtype)
     wide = jnp.result_type(data)
     largest, finite = np.asarray(format_of(dtype).max, wide), np.asarray(jnp.finfo(wide).max, wide)
-    # Adding the difference instead of selecting by a mask, which XLA would write to memory. In this
+    # Add a difference instead of selecting by a mask, which XLA would write to memory. In this
     # order the difference of equal numbers is +0, so that -0 keeps its sign.
     beyond = lax.sub(lax.clamp(-finite, data, finite), data)
     return narrow(lax.sub(lax.clamp(-largest, data, largest), beyond), dtype)
@@ -451,15 +450,15 @@ def units_of(arrays: Sequence[Any], largest: float) -> list[Any]:
     stacked = jnp.stack(sizes)
     axes = tuple(range(1, stacked.ndim))
     rms, amax = _rms(stacked, axes), lax.reduce_max(stacked, axes)
-    # `_unit` works on each slice, because XLA fuses slices with later operations, but not alone.
+    # Slice before `_unit`, because XLA fuses a slice only with operations that use it.
     return [_unit(count, largest, rms[i], lambda i=i: amax[i]) for i in range(len(arrays))]
 
 
 def _headroom(count: Any, largest: float) -> int | None:
-    """Return log2 of the least scale of a large array over its RMS, if that is small.
+    """Return log2 of (least scale / RMS) of a large array; None for others, and if above 2.
 
     No entry exceeds sqrt(n) times the RMS of n elements. For large arrays this bound replaces the
-    largest entry, so that they are read once; they count as 0 where their squares underflow.
+    largest entry, so that they are read only once; their RMS is 0 if squares underflow.
     """
     if not isinstance(count, int) or count <= 2**16:
         return None  # the count is symbolic in an export
@@ -492,8 +491,8 @@ def _magnitudes(data: Any) -> Any:
 def _rms(size: Any, axes: tuple[int, ...]) -> Any:
     """Return the RMS of float32 magnitudes; 0 below about 2^-90, where squares underflow.
 
-    Squares are summed with a factor for large and with one for small numbers. The two sums are one
-    complex sum, which XLA fuses with the operation that computes the data.
+    Squares are summed twice, with factors for large and for small numbers. Both sums are parts of
+    one complex sum, which XLA fuses with the operation that computes the data.
     """
     count = math.prod(size.shape[axis] for axis in axes)
     terms = count if isinstance(count, int) else 2**20  # the size is symbolic in an export
