@@ -76,7 +76,7 @@ def each(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
 def gather(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Apply to data with one scale; compute wide if the fill value is neither 0 nor NaN."""
     number = eqn.params.get("fill_value")
-    if number is None or number == 0 or not math.isfinite(number):
+    if number is None or number == 0 or math.isnan(number):
         return part(interpreter, eqn, values)
     return interpreter.wide(eqn, values)
 
