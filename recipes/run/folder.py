@@ -107,6 +107,9 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
     folder, number = run_folder(config), 1
     with writing(folder):
         if fresh and folder.exists():
+            init = getattr(config, "init", None)
+            if init is not None and Path(init).absolute() == folder.absolute():
+                raise RecipeError(f"name: --fresh would move {folder}, which is init; change name")
             while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
                 number += 1
             folder.rename(aside)
