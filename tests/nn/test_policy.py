@@ -201,8 +201,6 @@ def test_what_cannot_be_set_changes_nothing(rules: dict, words: str) -> None:
     assert nnx.graphdef(model) == before
 
 
-# Parameters.
-
 # Per layer: parameter -> (role, fan_in, fan_out, depth).
 METADATA = {
     "dense": {"kernel": ("weight", 8, 6, 1), "bias": ("bias", 1, 6, 1)},
