@@ -247,8 +247,7 @@ def test_rows_of_another_sweep_or_text_are_refused(machine, tmp_path) -> None:
         sweep(charlm_config(tmp_path, sweep=GRID, train={"steps": 4}), console=QUIET)
     config = charlm_config(tmp_path, sweep=GRID, train={"steps": 4})
     folder = sweep(config, fresh=True, console=QUIET)
-    (folder / "results.md").unlink()
-    (folder / "results.md").mkdir()
+    (folder / "data.json.tmp").mkdir()
     with pytest.raises(RecipeError, match=r"cannot write .*tiny-sweep: Is a directory"):
         sweep(config, console=QUIET)
     assert (tmp_path / "runs" / "tiny-sweep.old-1" / "rows.jsonl").exists()
