@@ -24,6 +24,8 @@ def told_by(error: BaseException) -> RecipeError | None:
     """Return a user's mistake as a RecipeError, also if the library raised it; None for bugs."""
     if isinstance(error, TypeError | ValueError) and str(error).startswith("unitscale."):
         return RecipeError(str(error))
+    if isinstance(error, PermissionError):
+        return RecipeError(f"{error}; change its permissions, or name another")
     return error if isinstance(error, RecipeError) else None
 
 

@@ -264,8 +264,8 @@ def _is_finite(arrays: list[jax.Array]) -> jax.Array:
 def save_scores(folder: Path, scores: dict[str, float], say: Say) -> None:
     """Write scores, if any, to a run's folder, and print them, such as "f1 91.25"."""
     if scores:
-        write_json(folder / runs.SCORES, scores)
         say(", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in scores.items()))
+        write_json(folder / runs.SCORES, scores)
 
 
 def shown(config: RunConfig, loss: float, size: float | None = None) -> str:

@@ -13,7 +13,7 @@ from .errors import RecipeError, Say, refused
 from .gpt.generate import Writer
 from .hf import load, write_tensors
 from .recipe import recipe_of
-from .run.folder import run_folder
+from .run.folder import run_folder, writing
 from .run.state import load_checkpoint, load_trained, merged, with_kept_tokenizer
 from .run.step import make_evaluation, mean_loss
 from .text import SubwordTokenizer, open_tokenizer, require_vocab
@@ -31,7 +31,8 @@ def evaluate(config: RunConfig, say: Say, warn: Say) -> None:
     loss = mean_loss(evaluation, state.params, state.rest, data.validation())
     say(f"step {int(state.step)}  validation loss {shown(config, loss, data.token_size)}")
     model, folder = merged(config, graphdef, state), run_folder(config)
-    save_scores(folder, recipe.scores(config, data, model, folder), say)
+    with writing(folder):
+        save_scores(folder, recipe.scores(config, data, model, folder), say)
 
 
 def open_run(config: RunConfig, say: Say) -> Writer:

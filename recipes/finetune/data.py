@@ -88,9 +88,6 @@ def _padding_copy(tokenizer: Tokenizer, length: int, least: int, *, pairs: bool)
     return copy
 
 
-# Question answering
-
-
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -245,9 +242,6 @@ def with_answers(records: Records, others: float, seed: int) -> Records:
     chosen = np.random.default_rng(seed).choice(without, count, replace=False)
     kept = np.sort(np.concatenate([held, chosen]))
     return Records({name: array[kept] for name, array in records.arrays.items()})
-
-
-# Classification of sentences or pairs
 
 
 class Row(NamedTuple):

@@ -115,9 +115,6 @@ def _nearest(metric: Callable[[str, str], float], question: Question, prediction
     return max(metric(prediction, text) for text in texts or [""])
 
 
-# Classification
-
-
 def score_labels(predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
     """Score predicted label ids (rows,); `f1` is the F1 of label 1, if there are two labels."""
     from sklearn.metrics import (  # noqa: PLC0415 -- takes two seconds

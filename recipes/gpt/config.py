@@ -44,6 +44,13 @@ class GPTConfig(LanguageConfig):
         return None if self.init is None or is_run(self.init) else self.init
 
     @property
+    def keeps_fp8(self) -> bool:
+        """True if LoRA keeps the FP8 weights of the folder in `init`, with scales of any shape."""
+        file, frozen = Path(self.pretrained or "") / "config.json", str(self.precision.frozen)
+        narrow = self.lora is not None and frozen.startswith("float8") and file.is_file()
+        return narrow and '"quantization_config"' in file.read_text("utf-8")
+
+    @property
     def settled(self) -> Self:
         if self.lora is not None:
             from ..hf import updated_tensors  # noqa: PLC0415

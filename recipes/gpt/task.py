@@ -121,7 +121,7 @@ def _plain(config: GPTConfig, shape: GPTModelConfig) -> Any:
             param_dtype=jnp.float32 if config.lora is None else None,
             remat=shape.remat,
             lazy=config.lora is not None,
-            keep_fp8=config.lora is not None and str(precision.frozen).startswith("float8"),
+            keep_fp8=config.keeps_fp8,
             seed=config.seed,
             **options,
         ).model

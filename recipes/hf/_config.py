@@ -140,9 +140,6 @@ Activation = Annotated[
 ]
 LayerType = Literal["full_attention", "sliding_attention"]
 
-
-# Rotary positions and windows
-
 _ROPE_KEYS = {
     "type": "scaling",
     "rope_type": "scaling",
@@ -201,10 +198,9 @@ def _local_layers(
     return tuple(index for index, is_local in enumerate(local) if is_local)
 
 
-# Schemas of config.json: fields are named as in our configs, with the file's keys as aliases
-
-
 class _Sizes(BaseModel):
+    """Fields are named as in our configs, with the keys of config.json as aliases."""
+
     vocab: Count = Field(alias="vocab_size")
     width: Count = Field(alias="hidden_size")
     hidden: Count | None = Field(alias="intermediate_size")

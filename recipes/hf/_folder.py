@@ -138,7 +138,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, st
     whole = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     unfinished.touch()
     mode = unfinished.stat().st_mode  # by the umask: the library writes files for their owner alone
-    safetensors.save_file(whole, unfinished, metadata)
+    try:
+        safetensors.save_file(whole, unfinished, metadata)
+    except SafetensorError as error:  # a full disk, for example
+        unfinished.unlink()
+        raise OSError(str(error)) from error
     unfinished.chmod(mode)
     os.replace(unfinished, path)
 

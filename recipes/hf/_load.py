@@ -94,7 +94,8 @@ def load(
     kind: str = source.config["model_type"]
     own = {"dropout": dropout, "remat": remat, "classes": classes if new_head else None}
     changes = {key: value for key, value in own.items() if value is not None}
-    config = shape_in(source.config, source.path).model_copy(update=changes)
+    shape = shape_in(source.config, source.path)
+    config = shape.model_copy(update=changes)
 
     def make() -> GPT | Bert:
         kept = param_dtype or jnp.float32
@@ -112,11 +113,10 @@ def load(
 
     others = nnx.filter_state(params, nnx.Not(is_drawn))
     model: Any = nnx.merge(graphdef, others, jax.jit(lambda: nnx.state(make(), is_drawn))())
-    if classes is not None and not drawn and getattr(config, "classes", None) != classes:
-        raise RecipeError(
-            f"{source.path}: expected the classes of the folder's own head; got {classes}; give a "
-            "folder without a head for this task"
-        )
+    found = getattr(shape, "classes", None)
+    if classes is not None and not drawn and found != classes:
+        what = f"{source.path}: expected the {found} classes of the folder's own head"
+        raise RecipeError(f"{what}; got {classes}; give a folder without a head for this task")
     narrow = source.narrow if keep_fp8 else {}
     _fill(model, table, source, param_dtype, lazy, narrow)
     if adapter is not None:

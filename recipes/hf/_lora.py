@@ -183,9 +183,6 @@ def updated_tensors(shape: GPTModelConfig, lora: LoraConfig) -> Table:
     return chosen
 
 
-# Adapters in files
-
-
 class _File(BaseModel):
     peft_type: Literal["LORA"]
     r: Count

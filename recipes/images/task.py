@@ -83,6 +83,10 @@ def load_data(config: ImagesConfig) -> ImageData:
     """Read the idx files of a config."""
     folder = Path(config.data.folder)
     train, test = (_load_split(folder, split) for split in ("train", "t10k"))
+    sizes = [split.images.shape[1:] for split in (train, test)]
+    if sizes[0] != sizes[1]:
+        what = f"data.folder: expected training and test images of one size in {folder}"
+        raise RecipeError(f"{what}; got {sizes[0]} and {sizes[1]}; download the files again")
     classes = int(train.labels.max()) + 1
     if test.labels.max() >= classes:
         wanted = f"expected test labels from 0 to {classes - 1}, as in the training data"

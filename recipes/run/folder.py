@@ -30,7 +30,7 @@ SCORES = "scores.json"
 # Keys that may change when a run is resumed, because they do not affect its state.
 _FREE = (
     *("sweep.", "train.runs_dir", "data.cache_dir", "model.attention_implementation"),
-    *(f"train.{key}" for key in ("logger", "eval_", "checkpoint_every", "keep", "sample_")),
+    *(f"train.{key}" for key in ("logger", "eval_every", "checkpoint_every", "keep", "sample_")),
     *(f"mesh.{axis}" for axis in ("data", "fsdp", "context", "tensor")),
 )
 
@@ -85,7 +85,7 @@ def locked(config: RunConfig) -> Iterator[None]:
     folder = run_folder(config)
     path = folder.with_name(f".{folder.name}.lock")  # outside the folder, which --fresh moves
     lock = filelock.FileLock(path, blocking=False)
-    with _writing(folder):
+    with writing(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
@@ -105,8 +105,11 @@ def locked(config: RunConfig) -> Iterator[None]:
 def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -> Path:
     """Make the folder of a run, or reopen it if its config is the same."""
     folder, number = run_folder(config), 1
-    with _writing(folder):
+    with writing(folder):
         if fresh and folder.exists():
+            init = getattr(config, "init", None)
+            if init is not None and Path(init).absolute() == folder.absolute():
+                raise RecipeError(f"name: --fresh would move {folder}, which is init; change name")
             while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
                 number += 1
             folder.rename(aside)
@@ -207,7 +210,8 @@ def other_data(folder: Path) -> RecipeError:
     return RecipeError(f"data: it is not what {folder} was trained on ({why}); {todo}")
 
 
-def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
+def writing(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Turn an OSError in the block into a RecipeError that names a run's folder."""
     todo = "free space, change its permissions, or set train.runs_dir to another folder"
     return refused(f"train.runs_dir: cannot write the run folder {folder}", todo)
 

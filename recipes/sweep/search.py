@@ -20,7 +20,7 @@ from rich.console import Console
 from ..config import RunConfig
 from ..errors import RecipeError, write_json
 from ..recipe import recipe_of
-from ..run.folder import locked, open_run, other_data
+from ..run.folder import locked, open_run, other_data, run_folder, writing
 from ..run.pool import each, message_of
 from ..run.state import TrainState, init_state, make_optimizer
 from ..run.step import advance, make_evaluation, make_train_step
@@ -38,7 +38,7 @@ def sweep(
     say = functools.partial((console or Console()).print, markup=False, soft_wrap=True)
     points = make_points(config)
     own = config.model_copy(update={"name": f"{config.name}-sweep"})
-    with locked(own):
+    with locked(own), writing(run_folder(own)):
         folder = open_run(own, fresh=fresh)
         data, digest = folder / "data.json", recipe_of(config).load_data(points[0].config).digest
         if data.exists() and digest not in json.loads(data.read_text("utf-8")).values():

@@ -150,9 +150,6 @@ def test_exempt_roles_compute_in_16_bits() -> None:
         assert ("f8_e4m3fn" in str(jax.make_jaxpr(lambda x, f=call: f(x).data)(x))) == quantized
 
 
-# Rules for single layers.
-
-
 def mlp(policy: str = "fp8") -> nn.MLP:
     return nn.MLP(16, 32, policy=policy, rngs=nnx.Rngs(0))
 
@@ -200,8 +197,6 @@ def test_what_cannot_be_set_changes_nothing(rules: dict, words: str) -> None:
         nn.set_policies(model, {"down": "bfloat16"} | rules)
     assert nnx.graphdef(model) == before
 
-
-# Parameters.
 
 # Per layer: parameter -> (role, fan_in, fan_out, depth).
 METADATA = {

@@ -373,8 +373,6 @@ def test_the_model_of_the_caller_is_not_touched_while_the_loss_runs() -> None:
     np.testing.assert_array_equal(model.first.kernel.get_value().data, before.data)
 
 
-# The optimizer.
-
 INPUTS = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
 
 

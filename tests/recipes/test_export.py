@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,6 +62,11 @@ def test_types_and_vocabularies_without_padding(tmp_path: Path) -> None:
     assert found["readout.kernel"]["data"] == np.asarray(value[:, :5]).tobytes()
 
 
-def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError, match=r"cannot write .*: Is a directory; give a path"):
         save_tensors(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path)
+    full = safetensors.SafetensorError("no space")
+    monkeypatch.setattr("safetensors.numpy.save_file", Mock(side_effect=full))
+    with pytest.raises(RecipeError, match=r"cannot write .*: no space; give a path"):
+        save_tensors(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "x")
+    assert not list(tmp_path.iterdir())

@@ -36,9 +36,6 @@ def write(folder: Path, name: str, text: str | bytes) -> str:
     return str(path)
 
 
-# Rows of classification
-
-
 def load(train: str, validation: str | None = None, **columns: Any) -> Dataset:
     data = DataConfig(train=train, validation=validation or train)
     return load_classification(data, ClassificationConfig(**columns))
@@ -123,9 +120,6 @@ def test_wrong_files(tmp_path: Path) -> None:
     assert load(train, dev).validation == [Row("a", None, "yes", 2)]
 
 
-# Records
-
-
 SINGLE = [Row("the mine opened", None, "b", 2), Row("closed", None, "a", 3), Row("", None, "c", 4)]
 PAIRS = [Row("the copper mine", "when did the mine open", "b", 1), Row("the mine", "", "a", 2)]
 LABELS = ("a", "b", "c")
@@ -197,9 +191,6 @@ def test_what_two_texts_share_has_the_segment_of_the_first() -> None:
     assert marked["segments"][0].tolist() == [0] * 9 + [1] * 2 + [0] * 3
     np.testing.assert_array_equal(plain["ids"], marked["ids"])
     assert not records(SINGLE, mark=True).arrays["segments"].any()  # one text has nothing to share
-
-
-# SQuAD
 
 
 STORY = "The mine opened in 1878. Ore came by the Søby line 🚂 until the mine closed."

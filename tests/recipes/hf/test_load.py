@@ -224,8 +224,8 @@ def test_a_new_head(name: str, task: Any, modules: tuple[str, ...], tmp_path: Pa
         assert list(config["id2label"].values()) == list("edcba")
         assert config["label2id"] == {"e": 0, "d": 1, "c": 2, "b": 3, "a": 4}
         assert config["architectures"][0].endswith("ForSequenceClassification")
-    with pytest.raises(RecipeError, match=r"expected the classes .*got 4"):
-        load(tmp_path, classes=4)
+    with pytest.raises(RecipeError, match=r"expected the 5 classes .*got 4"):
+        load(tmp_path, classes=4, new_head=True)
 
 
 def test_trained_parameters_are_written(tmp_path: Path) -> None:

@@ -123,7 +123,9 @@ LORA = SHIPPED.parents[1] / "llama" / "lora.yaml"
 
 @pytest.mark.slow
 def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
-    init = one_layer(copied("llama3", tmp_path))
+    init = tmp_path / "fp8"  # whose scales the run keeps
+    whole = one_layer(copied("llama3", tmp_path))
+    assert main(["export", str(whole), str(init), "--fp8", "tensor"]) == 0
     command = [str(LORA), *words(tmp_path, init)[1:], "lora.rank=2"]
     assert main(["train", *command]) == 0
     adapter = tmp_path / "runs" / "llama-lora" / "adapter"

@@ -101,11 +101,12 @@ def test_a_data_set(folder: Path) -> None:
 
 
 BLANK, LABELS = np.zeros((20, HEIGHT, WIDTH), np.uint8), np.zeros(20, np.uint8)
-# the test file that is replaced, and by what: no images, too few labels, new labels
+# the test file that is replaced, and by what: no images, too few labels, new labels, another size
 DISAGREEMENTS = [
     ("images-idx3", BLANK[:0]),
     ("labels-idx1", LABELS[1:]),
     ("labels-idx1", LABELS + 3),
+    ("images-idx3", BLANK[:, 1:]),
 ]
 
 
@@ -113,7 +114,7 @@ def test_files_that_do_not_belong_together(folder: Path) -> None:
     for name, array in DISAGREEMENTS:
         path = folder / f"t10k-{name}-ubyte"
         path.write_bytes(encode(array))
-        with pytest.raises(RecipeError, match=r"label"):
+        with pytest.raises(RecipeError, match=r"label|of one size"):
             load(folder)
         path.unlink()
         write_files(folder)

@@ -26,7 +26,7 @@ def test_made_once_opened_again_and_moved(make_config: MakeConfig, tmp_path: Pat
     assert open_run(config) == folder
     assert (folder / "metrics.jsonl").exists()
     assert load_config(folder / "config.yaml") == config
-    keys = ("eval_every", "eval_batches", "checkpoint_every", "keep", "sample_tokens")
+    keys = ("eval_every", "checkpoint_every", "keep", "sample_tokens")
     changed = make_config(*(f"train.{key}=3" for key in keys), "train.logger=none")
     assert open_run(changed) == folder
     assert "checkpoint_every: 3" in (folder / "config.yaml").read_text()
@@ -84,7 +84,11 @@ def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
     other = make_config("precision.policy=float16")
     with pytest.raises(RecipeError, match=r"precision.policy: float32 -> float16\n.*--convert"):
         open_run(other)
-    assert open_run(other, convert=True)
+    folder = open_run(other, convert=True)
+    with pytest.raises(RecipeError, match=r"\n  train.eval_batches: 2 -> 3\n"):
+        open_run(make_config("train.eval_batches=3"))
+    with pytest.raises(RecipeError, match="which is init; change name"):
+        open_run(other.model_copy(update={"init": str(folder)}), fresh=True)
 
 
 def test_a_start_that_failed_binds_nobody_and_fresh_moves_aside(make_config: MakeConfig) -> None:

@@ -246,7 +246,10 @@ def test_rows_of_another_sweep_or_text_are_refused(machine, tmp_path) -> None:
     with pytest.raises(RecipeError, match=r"another config:\n  train\.steps: 3 -> 4\n.*--fresh"):
         sweep(charlm_config(tmp_path, sweep=GRID, train={"steps": 4}), console=QUIET)
     config = charlm_config(tmp_path, sweep=GRID, train={"steps": 4})
-    sweep(config, fresh=True, console=QUIET)
+    folder = sweep(config, fresh=True, console=QUIET)
+    (folder / "data.json.tmp").mkdir()
+    with pytest.raises(RecipeError, match=r"cannot write .*tiny-sweep: Is a directory"):
+        sweep(config, console=QUIET)
     assert (tmp_path / "runs" / "tiny-sweep.old-1" / "rows.jsonl").exists()
     text = tmp_path / "text.txt"
     text.write_text(text.read_text("utf-8")[::-1], "utf-8")
