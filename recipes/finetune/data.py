@@ -269,7 +269,7 @@ class Dataset(NamedTuple):
 def load_classification(
     data: DataConfig, columns: ClassificationConfig, known: Sequence[str] = ()
 ) -> Dataset:
-    """Read both files; labels keep the order of `known` if it has the same ones, else sort them."""
+    """Read both files; if `known` has the same labels, keep its order, else sort them."""
     train = list(_rows(data.train, "data.train", columns))
     validation = list(_rows(data.validation, "data.validation", columns))
     names = {row.label for row in train}

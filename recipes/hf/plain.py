@@ -34,7 +34,7 @@ def attend(
     """Call `jax.nn.dot_product_attention`, with cuDNN's kernel where it supports the call.
 
     `stored` is the dtype at run time, if it differs from v's: scalify traces in float32. On a CPU,
-    float16 is cast to float32, because XLA has no float16 attention there. With a `cap`, scores s
+    float16 is cast to float32, as `jax.nn` cannot attend in float16 there. With a `cap`, scores s
     become cap tanh(s / cap) (Gemma 2), without a kernel; `options` are then mask and scale.
     """
     if v.dtype == jnp.float16 and jax.default_backend() == "cpu":
