@@ -77,14 +77,14 @@ def run_tests(tree: Path, words: list[str], seconds: int) -> tuple[int, str]:
 
 
 def choose(mutant: dict[str, Any], tree: Path) -> list[str]:
-    """Choose tests that run a mutant's statement, in random order, then others of their files."""
-    # Others, because JAX traces a function once: later tests use it without running its lines.
+    """Choose tests that run a mutant's statement, in random order, then others in their files."""
+    # JAX traces a function once: later tests in a file use it without running its lines.
     data = CoverageData(f"{tree}-coverage")
     data.read()
     contexts = data.contexts_by_lineno(str(tree / mutant["path"]))
     nodes = ast.walk(ast.parse((tree / mutant["path"]).read_text("utf-8")))
     spans = [range(n.lineno, (n.end_lineno or 0) + 1) for n in nodes if isinstance(n, ast.stmt)]
-    line = mutant["line"]  # of a decorator, in no statement
+    line = mutant["line"]  # of a decorator: in no statement
     span = min((span for span in spans if line in span), key=len, default=range(line, line + 1))
     met = {name for line in span for name in contexts.get(line, ())}
     if met == {""}:  # the statement runs only at import

@@ -1,4 +1,4 @@
-"""Look at the built site in Chromium: tables that a page cuts, and what its search finds.
+"""Check the built site in Chromium: no table is cut off, and searches list their page first.
 
     pip install -e ".[docs]" aiohttp && mkdocs build -f notebooks/mkdocs.yml -d SITE
     python .ci/site.py SITE

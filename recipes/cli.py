@@ -46,10 +46,10 @@ def train(
     processes: Annotated[int | None, typer.Option(min=1, help="number of processes")] = None,
     process: Annotated[int | None, typer.Option(min=0, help="index of this process")] = None,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="read these three from Slurm, Open MPI, ...")
+        bool, typer.Option("--distributed", help="get these three from Slurm, Open MPI, ...")
     ] = False,
     heartbeat: Annotated[
-        int, typer.Option(min=1, help="seconds of silence after which a process is lost")
+        int, typer.Option(min=1, help="seconds of silence after which a process counts as lost")
     ] = 100,
 ) -> None:
     """Train a model, or resume the same run from its newest checkpoint.
@@ -125,8 +125,8 @@ def generate(
     overrides: Overrides = None,
     prompt: Annotated[str, typer.Option(help="text to continue", show_default="newline")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="tokens to add")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="sample the k likeliest only")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 picks the likeliest token")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="only the k likeliest tokens")] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="seed of the sampling")] = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="format the prompt with the folder's chat template")

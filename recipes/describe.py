@@ -50,7 +50,7 @@ def describe(config: RunConfig) -> Description:
     graphdef, step, shapes = abstract_step(config)
     state, loss = shapes[0], make_loss(graphdef, deterministic=False)
     one, two = (_saved_bytes(loss, state, config, size) for size in (1, 2))
-    with attention_paths("plain"):  # XLA knows no FLOPs of a kernel
+    with attention_paths("plain"):  # XLA does not count a kernel's FLOPs
         flops = _flops(step.trace(*shapes))
     frozen = nnx.split_state(state.rest, Frozen, ...)[0]
     parameters: dict[str, int] = {}
@@ -74,7 +74,7 @@ def describe(config: RunConfig) -> Description:
 
 def _gradient_bytes(config: RunConfig, params: Any) -> int:
     """Return the bytes of gradients; micro-batches add them up in float32."""
-    if config.precision.scalify:  # scaled arrays like the parameters
+    if config.precision.scalify:  # gradients have the parameters' formats
         return bytes_of(params)
     narrow = jnp.dtype(config.precision.gradients or jnp.float32).itemsize
     more = 4 if config.data.micro_batches > 1 and narrow < 4 else 0

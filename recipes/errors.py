@@ -36,10 +36,10 @@ def complain(message: str) -> None:
     console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
-def clipped(value: object, limit: int = 60) -> str:
-    """Format a value for a message, shortened to `limit` characters."""
+def clipped(value: object) -> str:
+    """Format a value for a message, shortened to 60 characters."""
     text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @contextlib.contextmanager

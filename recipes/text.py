@@ -122,7 +122,7 @@ def _rows(path: Path, kind: str, config: DataConfig) -> Iterator[Any]:
                 try:
                     row = json.loads(line)
                     text = row.get(key) if isinstance(row, dict) else row
-                    str(text).encode("utf-8")  # fails for an escaped half of a surrogate pair
+                    str(text).encode("utf-8")  # fails for a lone surrogate
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"line {number}: {error}") from error
                 yield text

@@ -60,9 +60,9 @@ _COLLECTIVE = re.compile(r"(all-|reduce-scatter|ragged-all|collective-)")
 _FREE = frozenset({"parameter", "tuple", "get-tuple-element", "constant", "bitcast", "after-all"})
 _FREE |= {"partition-id", "replica-id", "opt-barrier", "optimization-barrier", "domain"}
 _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # with the index of the update's operand
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand with the update
 _VIEWS = frozenset({"bitcast", "reshape"})
-# Simple float32 operations per element of an instruction, 1 by default, and 0 for moving data.
+# Float32 operations per element of the result, by instruction: 0 to move data, 1 by default.
 _MOVES = _FREE | _SLICES | _VIEWS
 _MOVES |= {"iota", "copy", "broadcast", "transpose", "concatenate", "pad", "reverse", "copy-start"}
 _MOVES |= {"bitcast-convert", "dynamic-update-slice", "fusion", "custom-call", "dot", "scaled-dot"}
@@ -373,7 +373,7 @@ def _elements(i: HloInstruction) -> float:
 
 
 def _is_workspace(array: Type) -> bool:
-    """Return True if a result of a library call, other than the first, is its workspace."""
+    """Return True if a library call's result, not its first, is workspace: a vector of bytes."""
     return array[0] in ("s8", "u8") and len(array[1]) == 1
 
 

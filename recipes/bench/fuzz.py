@@ -423,7 +423,7 @@ def check(program: Program) -> str | None:
         return None
     spread = spread_of(function, values, rounding, MORE)
     if spread.above:
-        return ""  # exact numbers cancel here, and what rounding leaves of them may overflow
+        return ""  # exact numbers cancel here, and their rounding errors may overflow
     if program.kind in SCALIFIED or not all(np.isfinite(x).all() for x in values.values()):
         # Also accept what the plain program gives in float32, where a square may overflow, and
         # where XLA may drop or spread NaN (it selects instead of adding, and multiplies padding).
@@ -436,7 +436,7 @@ def check(program: Program) -> str | None:
 
 
 def moving_of(program: Program) -> list[str]:
-    """Return the inputs to differentiate with respect to: scaled ones in formats for gradients."""
+    """Return the inputs to differentiate by: ScaledArrays whose format can hold gradients."""
     # Outside of scalify a cotangent has the dtype of the data and no scale.
     least = {"quant": 99, "optim": 99, "scalify": 1, "control": 1}.get(program.kind, 4)
     scaled = {n: x.data for n, x in program.inputs.items() if x.scale is not None}
@@ -444,7 +444,7 @@ def moving_of(program: Program) -> list[str]:
 
 
 def with_gradient(function: Callable[..., Any], moving: list[str]) -> Callable[..., Any]:
-    """Make a function return its results and the gradient by the arrays named in `moving`."""
+    """Make a function return its results and their gradient by the arrays named in `moving`."""
 
     def objective(moved: dict[str, Any], given: dict[str, Any]) -> Any:
         results, total = function(**{**given, **moved}), 0.0

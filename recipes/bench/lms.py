@@ -44,7 +44,7 @@ def main(
     json: runs.JsonPath = None,
 ) -> None:
     """Print losses and scores of BERT, and the losses of character models, by number format."""
-    tables = [] if charlm is None else [study(charlm)]  # its errors precede hours of training
+    tables = [] if charlm is None else [study(charlm)]  # fails before hours of training
     if train:
         names = ["float32", *BOUNDS]
         variants = {name: (f"precision.policy={name}",) for name in names}
@@ -98,7 +98,7 @@ def questions(path: str, folder: Path) -> list[str]:
 
 
 def study(folder: Path) -> runs.Table:
-    """Count the models of a sweep whose loss does not rise in float16, or by unit scaling."""
+    """Count the models of a sweep whose loss does not rise in float16, or with unit scaling."""
     if not is_run(folder):
         raise RecipeError(f"--charlm: expected the folder of a sweep; got {folder}")
     curves = read_curves(make_points(load_config(folder / CONFIG)), folder)

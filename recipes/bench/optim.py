@@ -2,8 +2,8 @@
 
     python -m recipes bench optim --data TEXT
 
-Bytes and times are of a GPT-2 small's weights and optimizer state; the loss is that of
-`configs/gpt/parity.yaml`, trained in each set of formats. `--config` is used for all three.
+Measures bytes and times on the weights and optimizer state of GPT-2 small, and the loss by training
+`configs/gpt/parity.yaml` in each set of formats. `--config` replaces both models.
 """
 
 from typing import Annotated, Any

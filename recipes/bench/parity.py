@@ -79,7 +79,7 @@ def main(
 
 
 def lost_gradients(library: str, config: RunConfig) -> list[dict[str, Any]]:
-    """Count gradient entries that are zero in float16 but not in float32, before and after."""
+    """Count gradient entries that are 0 in float16 but not in float32, before and after a run."""
     graphdefs = []
     for policy in ("float32", config.precision.policy):
         model = build_model(config.model_copy(update={"precision": PrecisionConfig(policy=policy)}))
@@ -142,10 +142,10 @@ ROUNDED: dict[str, dict[str, Any]] = {
 }  # policies by pattern of layers
 
 
-def by_operand(configs: list[RunConfig], batches: int = 32) -> runs.Table:
-    """Measure loss increase and gradient error, at trained parameters, by what is in FP8."""
+def by_operand(configs: list[RunConfig]) -> runs.Table:
+    """Measure loss increase and gradient error of trained models, by the operands in FP8."""
     states = [load_trained(config, print)[1] for config in configs]
-    texts = [list(islice(recipe_of(c).load_data(c).validation(), batches)) for c in configs]
+    texts = [list(islice(recipe_of(c).load_data(c).validation(), 32)) for c in configs]
     values: dict[str, list[float]] = {}
     errors: dict[str, float] = {}
     exact: list[Any] = []

@@ -47,8 +47,8 @@ Jobs = Annotated[int, typer.Option(min=1, help="runs trained at the same time")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="train finished runs again")]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="also write the tables to this file")]
 
-# Overrides by variant, of which the first is the reference; and bounds on the relative difference
-# from the reference in either direction, or 0 for "no worse".
+# Overrides by variant; the first variant is the reference. Bounds limit the relative difference
+# from it in either direction; 0 means "no worse".
 Variants = Mapping[str, Sequence[str]]
 Bounds = Mapping[str, float]
 

@@ -81,7 +81,7 @@ class Encoder(nnx.Module):
         """
         x = self.embed(ids)
         x = x if self.positions is None else self.positions(x)
-        # The first operand holds two tables: weights that make all three contribute equally.
+        # x is already the sum of two embeddings: with these weights all three contribute equally.
         x = ops.weighted_add(x, self.segments(segments), weights=(math.sqrt(2), 1.0))
         x = self.norm(x) if self.post else x
         x = self.dropout(x, deterministic=deterministic)

@@ -49,7 +49,7 @@ class Vocabulary(NamedTuple):
     ) -> tuple[np.ndarray, ...]:
         """Replace up to `predictions` tokens: 80% by [MASK], 10% by random tokens, 10% unchanged.
 
-        `words` (time,) are rising numbers of each token's word; words are replaced as a whole.
+        `words` (time,) numbers each token's word, in order; words are replaced as a whole.
         Returns ids (time,) with replacements, and positions, targets and counts (predictions,).
         """
         places = np.flatnonzero(~self.special[ids])

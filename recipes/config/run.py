@@ -37,7 +37,7 @@ Policy = Literal[
 WideFormat = Literal["float32", "bfloat16", "float16"]
 NarrowFormat = Literal["float8_e4m3fn", "float8_e5m2"]
 Format = WideFormat | NarrowFormat
-_POSITIONS = re.compile(r"(\.\d+)+$")  # in lists, at the end of a key
+_POSITIONS = re.compile(r"(\.\d+)+$")  # of list elements, at the end of a key
 
 
 class Section(BaseModel):
@@ -95,7 +95,7 @@ class PrecisionConfig(Section):
     exchange: Format | None = None
     """Format in which devices exchange gradients; null to let XLA choose."""
     initial: NarrowFormat | None = None
-    """Round initial weights of dense layers to it, to compare formats from the same function."""
+    """Round dense layers' initial weights to this format, so that compared runs start the same."""
     gradients: Literal["bfloat16", "float8_e4m3fn", "float8_e5m2"] | None = None
     """Storage format of gradients (see unitscale.value_and_grad); null for float32."""
     loss_scale: Positive | Literal["dynamic"] | None = None
@@ -164,7 +164,7 @@ class OptimizerConfig(Section):
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay (adamw, lion, muon); with umup, share of weights removed per step."""
     clip_norm: Positive | None = None
-    """Clip gradients to this global norm, thousands in unit-scaled models; null not to clip."""
+    """Global norm to clip gradients to (thousands in unit-scaled models); null for no clipping."""
     skip_nonfinite: Whole = 0
     """Number of steps in a row that may be skipped because loss or gradient is not finite."""
     umup: Flag = True

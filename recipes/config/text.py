@@ -395,7 +395,7 @@ def filled_from(
     free = {"dropout", "remat", "attention_implementation"}  # may differ: they change no weights
     own = {key: model[key] for key in model if key in free or key not in shape}
     given = {f"model.{key}": (model[key], shape[key]) for key in model.keys() - own.keys()}
-    if not _agrees(data.get("tokenizer"), trained):  # else the file repeats the training settings
+    if not _agrees(data.get("tokenizer"), trained):  # the file may repeat how it was trained
         given["data.tokenizer"] = data.get("tokenizer"), tokenizer
     for key, (value, wanted) in sorted(given.items()):
         if not _agrees(value, wanted):

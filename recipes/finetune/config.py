@@ -72,7 +72,7 @@ class ClassificationConfig(Section):
 
 
 FORMATS = ("float32", "bfloat16", "float16", "fp8")
-"""Policies that plain models support, by training under scalify."""
+"""Policies for plain models, which train under scalify."""
 
 
 def pretraining_of(init: str) -> BertConfig:
@@ -142,7 +142,7 @@ class FinetuneConfig(RunConfig):
             own = {} if precision.scalify else PRESETS.get(f"scalify_{precision.policy}", {})
             return self.model_copy(update={"precision": precision.model_copy(update=own)})
         if not is_run(self.init):
-            return self  # reading the run raises
+            return self  # reading the run raises an error
         if precision.scalify or precision.matmuls:
             raise RecipeError(
                 "precision.scalify and precision.matmuls: expected null for the unitscale model in "

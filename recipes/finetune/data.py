@@ -1,7 +1,7 @@
 """Read the files of tasks, and make padded records of tokens for training and scoring.
 
-Long contexts of SQuAD are split into overlapping windows; windows without the whole answer have the
-label [CLS]. Classification reads CSV files, and TSV files without quoting.
+Long contexts of SQuAD are split into overlapping windows. A window without the whole answer has
+start and end at [CLS]. Classification reads CSV files, and TSV files without quoting.
 """
 
 import csv
@@ -201,7 +201,7 @@ def make_squad_features(
 def _encode(
     questions: Sequence[Question], tokenizer: Tokenizer, length: int, most: int
 ) -> list[Encoding]:
-    """Encode the first window of each question; the others are its `overflowing`."""
+    """Encode the first window of each question, with further windows in its `overflowing`."""
     tokenizer.no_truncation()  # cut questions below, as its truncation may lose text silently
     texts = [question.question.strip() for question in questions]
     sizes = []
@@ -269,7 +269,7 @@ class Dataset(NamedTuple):
 def load_classification(
     data: DataConfig, columns: ClassificationConfig, known: Sequence[str] = ()
 ) -> Dataset:
-    """Read both files; labels are ordered as `known` if that has the same ones, else sorted."""
+    """Read both files; if `known` has the same labels, keep its order, else sort them."""
     train = list(_rows(data.train, "data.train", columns))
     validation = list(_rows(data.validation, "data.validation", columns))
     names = {row.label for row in train}

@@ -24,7 +24,7 @@ from ..text import Corpus, abstract_batch as abstract_batch, load_corpus
 from .config import GPTConfig
 
 Cache = tuple[nn.KVCache, ...]
-TEMPERATURE = 0.7  # of samples: after a short training, 1 would give few whole words
+TEMPERATURE = 0.7  # of samples; after a short training, 1 gives few whole words
 scores = no_scores
 
 

@@ -119,7 +119,7 @@ def read_tensors(path: Path) -> tuple[dict[str, str] | None, dict[str, Tensor]]:
         raise RecipeError(f"{what}; got {error}; copy it again, or convert it") from error
 
     def read(name: str) -> np.ndarray:
-        raw.madvise(mmap.MADV_DONTNEED)  # tensors read before leave the resident memory
+        raw.madvise(mmap.MADV_DONTNEED)  # drop tensors read before from resident memory
         shape, start = header[name]["shape"], begin + header[name]["data_offsets"][0]
         return np.frombuffer(raw, dtypes[name], math.prod(shape), start).reshape(shape)
 
@@ -137,7 +137,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, st
     unfinished = path.with_name(f"{path.name}.partial")
     whole = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     unfinished.touch()
-    mode = unfinished.stat().st_mode  # by the umask: the library writes files for their owner alone
+    mode = unfinished.stat().st_mode  # follows the umask; save_file makes files private
     try:
         safetensors.save_file(whole, unfinished, metadata)
     except SafetensorError as error:  # a full disk, for example

@@ -40,8 +40,8 @@ class Frozen(nnx.Variable):
 class NarrowLinear(nnx.Module):
     """A linear layer with a kernel in 8 or 4 bits.
 
-    A kernel in FP8 is that of a file, or has a scale per output. One in E2M1 has a scale in E4M3
-    per block of 16 inputs, and a power of two per layer, which multiplies the output.
+    An FP8 kernel keeps the scales of the file it came from, or has one scale per output. An E2M1
+    kernel has an E4M3 scale per block of 16 inputs; a power of two per layer scales the output.
     """
 
     def __init__(self, layer: nnx.Linear, dtype: str):

@@ -33,9 +33,9 @@ def attend(
 ) -> jax.Array:
     """Call `jax.nn.dot_product_attention`, with cuDNN's kernel where it supports the call.
 
-    At run time, arrays have the dtype `stored`, by default that of v: scalify traces in float32.
-    XLA supports no float16 on a CPU, so it attends in float32 there. With a `cap`, scores s become
-    cap tanh(s / cap) (Gemma 2), without a kernel; `options` are then mask and scale.
+    `stored` is the dtype at run time, if it differs from v's: scalify traces in float32. On a CPU,
+    float16 is cast to float32, as `jax.nn` cannot attend in float16 there. With a `cap`, scores s
+    become cap tanh(s / cap) (Gemma 2), without a kernel; `options` are then mask and scale.
     """
     if v.dtype == jnp.float16 and jax.default_backend() == "cpu":
         wide = (x.astype(jnp.float32) for x in (q, k, v))
@@ -287,15 +287,15 @@ def frozen_cross_entropy(
 ) -> jax.Array:
     """Return the mean cross entropy of a readout that is not trained, without storing its logits.
 
-    Computes logits of a block of classes at a time, and again in the backward pass; a kernel in
-    FP8 is widened by the block.
+    Computes the logits of one block of classes at a time, and again in the backward pass. An FP8
+    kernel is cast block by block.
 
     Args:
       x: Inputs (..., width).
       kernel: Array or ScaledArray with classes on `axis`, 0 or 1, and width on the other.
       targets: Integers (...).
       axis: See `kernel`.
-      cap: Makes logits z cap tanh(z / cap).
+      cap: If given, logits z become cap tanh(z / cap).
     """
     classes = kernel.shape[axis]
     size = min(max(MOST_LOGITS // targets.size, 1024), classes)

@@ -48,7 +48,7 @@ class Checkpoints:
 
     @property
     def what_is_safe(self) -> str:
-        """Names the newest complete checkpoint, for the message of a failure."""
+        """Text for error messages that names the newest complete checkpoint."""
         with contextlib.suppress(RecipeError):  # report the first failure only
             self.wait()
         # Read from disk: Orbax lists a step as soon as its write begins.

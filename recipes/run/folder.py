@@ -1,4 +1,4 @@
-"""A run's folder, which only the config that made it may resume, and its metrics."""
+"""A run's folder, which only a run with the same config may resume, and its metrics."""
 
 import contextlib
 import difflib
@@ -65,7 +65,7 @@ def downloaded(init: str) -> str:
 
 
 def similar(path: Path, *folders: Path) -> str:
-    """Suggest a path like one that does not exist; "" if there is none."""
+    """Suggest the existing path that is most like a missing one; "" if there is none."""
     near = [found for folder in (path.parent, *folders) for found in folder.glob("[!.]*")]
     names = [x.name for x in near if (x.suffix == ".yaml" or x.is_dir()) and x != path]
     close = difflib.get_close_matches(path.name, names, 1, 0.5)

@@ -34,7 +34,7 @@ def start_process() -> None:
 def each(
     tasks: Sequence[Any], jobs: int, work: Callable[..., Result]
 ) -> Iterator[tuple[Any, Result | str]]:
-    """Run `work(*task)` in `jobs` processes; yield each task with its result, or why it died."""
+    """Run `work(*task)` in `jobs` processes; yield each task with its result or failure message."""
     if jobs == 1:
         yield from ((task, work(*task)) for task in tasks)
         return

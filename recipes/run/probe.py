@@ -128,7 +128,7 @@ def _of_whole_logits(self: nn.Readout, x: Any, labels: jax.Array, **options: Any
 
 @jax.custom_vjp
 def _tap(x: jax.Array, dummy: jax.Array) -> jax.Array:
-    """Return x. The gradient by the dummy scalar is the RMS of the cotangent of x."""
+    """Return x; the gradient with respect to `dummy` is the RMS of the cotangent of x."""
     return x
 
 

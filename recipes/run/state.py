@@ -34,7 +34,7 @@ def make_policy(precision: PrecisionConfig) -> nn.Policy:
     if precision.readout == "gradients":
         policy = policy.with_quantized_readout(gradients_only=True)
     if precision.monitor is not None and policy.matmul and policy.matmul.strategy == Unit():
-        matmul = dataclasses.replace(policy.matmul, strategy=Static())  # counts; scale 1 as Unit
+        matmul = dataclasses.replace(policy.matmul, strategy=Static())  # counts; scale is 1
         policy = dataclasses.replace(policy, matmul=matmul)
     return policy.with_quantized_readout() if precision.readout is True else policy
 

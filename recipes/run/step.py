@@ -213,7 +213,7 @@ def make_loss(graphdef: nnx.GraphDef, *, deterministic: bool = True) -> Callable
 
 
 def over_amax(loss: Callable[..., Any], rest: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return delayed scales, and the loss as a function of them, to differentiate by both."""
+    """Return delayed scales, and the loss as a function of `(params, scales, *args)`."""
     amax, others = nnx.split_state(rest, AmaxState, ...)
     return amax, lambda params, amax, *args: loss(params, nnx.merge_state(amax, others), *args)
 
