@@ -26,6 +26,10 @@ LOSSES = (
     ("FP8, 1,200 steps, 5 seeds, 2 texts", "parity-1200", -1, "fp8", 0.3),
     ("FP8, rate 3, 600 steps, 5 seeds, 2 texts", "parity-rate-3", -1, "fp8", 0.3),
     ("FP8, rate 3, 1,200 steps, 8 seeds, 2 texts", "parity-rate-3-1200", -1, "fp8", 0.3),
+    *(
+        (f"FP8, {text}, 600 steps, 5 seeds", "parity-texts", index, "fp8", 0.3)
+        for index, text in enumerate(("articles", "Python", "JSON", "sentences", "plays", "novels"))
+    ),
     ("FP8, 10,000 steps, 3 seeds, 1 text", "parity-drift", 0, "fp8", 0.3),
     ("FP8, BERT, 4,000 steps, 3 seeds, 1 text", "lms", 0, "fp8", 0.7),
     ("float16, 600 steps, 5 seeds, 2 texts", "parity", -1, "float16", 0.1),
@@ -78,7 +82,7 @@ def steps() -> Figure:
 
 def losses() -> Figure:
     """Differences of validation loss from the same model in float32, with standard errors."""
-    figure = Figure(figsize=(8, 4.4), layout="constrained")
+    figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     for place, (_, stem, which, variant, goal) in enumerate(LOSSES):
         row = next(r for r in table(stem, which) if r.get("variant") == variant)

@@ -32,8 +32,8 @@ TOPICS = {
         "terms. `fp8-readout-gradients` also has the gradients of the output layer in FP8.",
         (
             *("parity", "parity-1200", "parity-rate-3", "parity-rate-3-1200", "parity-drift"),
-            *("parity-encyclopedia", "parity-encyclopedia-same", "parity-python", "parity-nvfp4"),
-            *("parity-markup", "parity-narrow-gradients", "parity-gradients"),
+            *("parity-texts", "parity-encyclopedia", "parity-nvfp4", "parity-narrow-gradients"),
+            "parity-gradients",
         ),
     ),
     "libraries": (
