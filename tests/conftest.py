@@ -16,8 +16,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# No line of source for each operation in compiled programs, which takes a 15th of the time.
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # Each worker has a core; more threads only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -56,9 +54,10 @@ def _can_run(mark: str) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile without optimizations, as most programs run once, unless `OPTIMIZED` is set."""
+    """Compile without optimizations and source lines, unless `OPTIMIZED` is set in a module."""
     quick = not getattr(request.module, "OPTIMIZED", False)
     jax.config.update("jax_disable_most_optimizations", quick)
+    jax.config.update("jax_traceback_in_locations_limit", 0 if quick else 10)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
