@@ -60,6 +60,7 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     jax.config.update("jax_traceback_in_locations_limit", 0 if quick else 10)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_traceback_in_locations_limit", 10)
 
 
 @pytest.fixture

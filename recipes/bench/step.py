@@ -35,7 +35,7 @@ from ..run.pool import message_of
 from ..run.state import init_state
 from ..run.step import abstract_step, make_train_step
 from . import runs
-from .aot import Roofline, compile_h200, h200_topology, roofline
+from .aot import ARITHMETIC, ATTENTION, MEMORY, Roofline, compile_h200, h200_topology, roofline
 
 _STATE = ("precision.weights=null", "precision.moments=null", "precision.rounding=nearest")
 _SCALED = ("precision.weights=float16", "precision.moments=[float8_e4m3fn,float16]")
@@ -68,8 +68,7 @@ SHAPES = {
     "llama-1b": ("data.batch_size=4",),
 }
 DEFAULT_SHAPES = {"cpu": "parity", "gpu": "gpt2-small", "h200": "gpt2-small,llama-1b"}
-KINDS = ("FP8 products", "16-bit products", "32-bit products", "attention", "memory-bound")
-KINDS += ("arithmetic-bound",)
+KINDS = ("FP8 products", "16-bit products", "32-bit products", ATTENTION, MEMORY, ARITHMETIC)
 PROJECTED = (
     "All times are projected (recipes.bench.aot). All attention is cuDNN's kernel.",
     "over plain: projected time relative to plain flax.nnx in bfloat16. peak MiB: arguments, "

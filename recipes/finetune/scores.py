@@ -117,7 +117,7 @@ def _nearest(metric: Callable[[str, str], float], question: Question, prediction
 
 def score_labels(predicted: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
     """Score predicted label ids (rows,); `f1` is the F1 of label 1, if there are two labels."""
-    from sklearn.metrics import (  # noqa: PLC0415 -- takes two seconds
+    from sklearn.metrics import (  # noqa: PLC0415 -- slow to import
         accuracy_score,
         f1_score,
         matthews_corrcoef,
