@@ -35,6 +35,14 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("deterministic")
 keep_mlir_contexts()
+
+
+def _compile_quickly(quick: bool) -> None:
+    jax.config.update("jax_disable_most_optimizations", quick)
+    jax.config.update("jax_traceback_in_locations_limit", 0 if quick else 10)
+
+
+_compile_quickly(True)  # also what modules compute when they are imported
 gc.set_threshold(100_000, 50, 100)  # tracing makes many objects, few of them garbage
 _MOST_MEMORY = 5 * 2**29  # bytes, of each process
 _LEFT_OUT = pytest.StashKey[dict[str, int]]()
@@ -54,13 +62,10 @@ def _can_run(mark: str) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile without optimizations and source lines, unless `OPTIMIZED` is set in a module."""
-    quick = not getattr(request.module, "OPTIMIZED", False)
-    jax.config.update("jax_disable_most_optimizations", quick)
-    jax.config.update("jax_traceback_in_locations_limit", 0 if quick else 10)
+    """Compile with optimizations and source lines only in modules that set `OPTIMIZED`."""
+    _compile_quickly(not getattr(request.module, "OPTIMIZED", False))
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    jax.config.update("jax_traceback_in_locations_limit", 10)
+    _compile_quickly(True)
 
 
 @pytest.fixture

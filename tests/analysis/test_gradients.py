@@ -10,7 +10,7 @@ from unitscale import as_scaled, batch_size, ops
 from unitscale.analysis import check_gradients
 
 EXPENSIVE = {
-    *("mixture of experts", "stack fp8_dynamic"),
+    *("mixture of experts", "stack fp8_dynamic", "dithered fp8"),
     *("tied", "recurrent", "scan", "residual of two taus"),
     "inside of a residual",
 }

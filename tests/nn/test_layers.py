@@ -45,7 +45,7 @@ def some(*names: str) -> Any:
     return pytest.mark.parametrize("name", cases)
 
 
-@some("lora", "conv", "group_norm", "attention")  # a state, a window, groups, a mask
+@some("lora", "conv", "group_norm")  # a state, a window, groups
 def test_jit_vmap_scan_and_remat(name) -> None:
     model, layer = make(name)
     x = layer.input(2)

@@ -199,6 +199,7 @@ def test_calibration_sets_static_scales() -> None:
     assert not any(state.calibrating for state in states(model).values())
 
 
+@pytest.mark.slow
 def test_calibration_reaches_tiny_cotangents_at_once() -> None:
     """At scale 1 all cotangents would be zero, with nothing to measure."""
 

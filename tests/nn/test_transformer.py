@@ -276,27 +276,20 @@ def assert_same(found, expected) -> None:
         np.testing.assert_allclose(np.float64(got), np.float64(want), rtol=0, atol=atol)
 
 
+SCANNED = {
+    "fixed": {"residual_scheme": "fixed", "is_causal": False, "num_kv_heads": 1},
+    "post": {"norm_placement": "post", "norm": "layer", "activation": "silu_glu"},
+    "remat, dropout": {"dropout_rate": 0.3, "remat": "dots", "num_kv_heads": 1},
+    "rotary": {"rotary_base": 1e4, "max_length": 12, "local_window_size": 3},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(
-            {"norm_placement": "post", "norm": "layer", "activation": "silu_glu"},
-            marks=pytest.mark.slow,
-        ),
-        {"dropout_rate": 0.3, "remat": "dots", "num_kv_heads": 1},
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                {"residual_scheme": "fixed", "is_causal": False, "num_kv_heads": 1},
-                {"rotary_base": 1e4, "max_length": 12, "local_window_size": 3},
-            )
-        ),
-    ],
-    ids=["post", "remat, dropout", "fixed", "rotary"],
+    "name", ["fixed", *(pytest.param(n, marks=pytest.mark.slow) for n in list(SCANNED)[1:])]
 )
-def test_a_scan_computes_what_layers_do_one_by_one(options, monkeypatch) -> None:
+def test_a_scan_computes_what_layers_do_one_by_one(name, monkeypatch) -> None:
     """Values, gradients and dropout masks are equal, also of stacked layers without a scan."""
-    stack = stack_of(**options)
+    stack = stack_of(**SCANNED[name])
     expected = values_and_gradients(stack)
     assert_same(values_and_gradients(stack.with_scan(True)), expected)
     monkeypatch.setattr("unitscale.nn._transformer._STACKED", LAYERS)

@@ -58,7 +58,7 @@ def same_files(one: Path, other: Path) -> set[str]:
 
 
 # The other folders have the families and parts of these.
-FAST = ("gpt2", "llama3", "bert-classes", "modernbert-mlm")
+FAST = ("gpt2", "llama3", "modernbert-mlm")
 
 
 @pytest.mark.parametrize(
