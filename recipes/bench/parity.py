@@ -37,7 +37,7 @@ SPECIAL = {
     "gradients-fp8": ("precision.gradients=float8_e4m3fn",),
     "fp8-rebalance": ("precision.policy=fp8", "precision.monitor=1e-4", "precision.rebalance=true"),
 }  # variants that set more than a policy
-BOUNDS = {"float16": 0.001, "fp8": 0.003, "mxfp8": 0.003, "fp8_dynamic": 0.005}
+BOUNDS = {"float16": 0.001, "fp8": 0.002, "mxfp8": 0.002, "fp8_dynamic": 0.005}
 BOUNDS |= {"nvfp4": 0.01, "gradients-bfloat16": 0.001, "gradients-fp8": 0.002}
 BATCHES = 8
 
