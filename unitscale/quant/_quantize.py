@@ -132,12 +132,11 @@ def hadamard(x: jax.Array, axis: int) -> jax.Array:
     index = np.arange(size)
     parity = np.bitwise_count(index[:, None] & index) % 2
     matrix = np.where(parity, -1, 1) * _SIGNS[:size, None] / np.sqrt(size)
-    groups = jnp.moveaxis(widen(x), axis, -1)
-    shape = groups.shape
-    groups = groups.reshape(*shape[:-1], shape[-1] // size, size)
+    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
     precision = lax.Precision.HIGHEST
-    groups = jnp.matmul(groups, matrix.astype(np.float32), precision=precision)
-    return jnp.moveaxis(groups.reshape(shape), -1, axis)
+    groups, matrix = widen(x).reshape(shape), matrix.astype(np.float32)
+    groups = jnp.tensordot(matrix, groups, ((0,), (axis + 1,)), precision=precision)
+    return jnp.moveaxis(groups, 0, axis + 1).reshape(x.shape)
 
 
 def _split(x: jax.Array, sizes: list[int]) -> jax.Array:
