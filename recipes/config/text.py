@@ -167,7 +167,7 @@ class TransformerConfig(Section):
     scan: Flag | Literal["auto"] = "auto"
     """Stack the layers' parameters and scan over them; auto as in nn.TransformerStack."""
     remat: Literal["none", "dots", "quantized", "layer"] = "none"
-    """Activations to recompute: all (layer), all but matmuls' outputs (dots), inputs (quantized)."""
+    """Activations to recompute: all (layer), all but matmul outputs (dots), inputs (quantized)."""
 
     @property
     def hidden(self) -> int:
