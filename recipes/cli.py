@@ -46,7 +46,7 @@ def train(
     processes: Annotated[int | None, typer.Option(min=1, help="number of processes")] = None,
     process: Annotated[int | None, typer.Option(min=0, help="index of this process")] = None,
     distributed: Annotated[
-        bool, typer.Option("--distributed", help="get these three from Slurm, Open MPI, ...")
+        bool, typer.Option("--distributed", help="read these three from Slurm, Open MPI, ...")
     ] = False,
     heartbeat: Annotated[
         int, typer.Option(min=1, help="seconds of silence after which a process counts as lost")
@@ -67,7 +67,7 @@ def train(
 def finetune(
     config: ConfigPath, overrides: Overrides = None, fresh: Fresh = False, convert: Convert = False
 ) -> None:
-    """Fine-tune a pretrained model on a task and score it: as train, but init must be set."""
+    """Fine-tune a pretrained model (init) on a task, and score it. Otherwise as train."""
     settings = load_config(config, overrides or ())
     if not getattr(settings, "init", None):
         raise RecipeError(f"init: expected a model to tune; got none in {config}; set init=FOLDER")
@@ -96,10 +96,10 @@ def sweep(
     words: Annotated[
         list[str], typer.Argument(metavar="CONFIG|KEY=VALUE", help="YAML files and overrides")
     ],
-    jobs: Annotated[int, typer.Option(min=1, help="points trained at the same time")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="grid points trained at the same time")] = 1,
     fresh: Fresh = False,
 ) -> None:
-    """Find the best learning rate at every point of a grid; rerun to continue."""
+    """Find the best learning rate at every point of a grid; run it again to continue."""
     overrides = [word for word in words if "=" in word]
     configs = [load_config(word, overrides) for word in words if "=" not in word]
     if not configs:
@@ -215,7 +215,7 @@ def merge(
     _save(path, folder, adapter)
 
 
-bench = typer.Typer(help="Measure the figures of README.md and results.", no_args_is_help=True)
+bench = typer.Typer(help="Reproduce the figures of the documentation.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 

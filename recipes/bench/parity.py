@@ -51,7 +51,7 @@ def main(
     data: runs.DataPaths = None,
     policies: Annotated[str, typer.Option(help=f"also {', '.join(SPECIAL)}")] = "float16,fp8",
     gradients: Annotated[bool, typer.Option(help="also count underflow in float16")] = True,
-    rounding: Annotated[bool, typer.Option("--rounding", help="test FP8 by operand")] = False,
+    rounding: Annotated[bool, typer.Option("--rounding", help="loss by matmul in FP8")] = False,
     seeds: runs.Seeds = 1,
     jobs: runs.Jobs = 1,
     fresh: runs.Fresh = False,

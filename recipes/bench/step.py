@@ -78,8 +78,8 @@ PROJECTED = (
 
 def main(
     overrides: runs.Overrides = None,
-    shapes: Annotated[str | None, typer.Option(help=f"of {', '.join(SHAPES)}")] = None,
-    rows: Annotated[str | None, typer.Option(help=f"of {', '.join(ROWS | MORE)}")] = None,
+    shapes: Annotated[str | None, typer.Option(help=f"list of {', '.join(SHAPES)}")] = None,
+    rows: Annotated[str | None, typer.Option(help=f"list of {', '.join(ROWS | MORE)}")] = None,
     on: Annotated[str, typer.Option(help="cpu, gpu or h200")] = "cpu",
     rounds: Annotated[int, typer.Option(min=2, help="timed rounds of five steps")] = 5,
     dump: Annotated[Path | None, typer.Option(help="folder for programs (h200)")] = None,

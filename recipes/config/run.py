@@ -81,7 +81,7 @@ class PrecisionConfig(Section):
     matmuls: Literal["fp8", "fp8_dynamic", "fp8_delayed", "qwix"] | None = None
     """FP8 matmuls in a plain model: fp8 with scalify, else fp8_dynamic, fp8_delayed or qwix."""
     scalify: WideFormat | None = None
-    """Train a plain model under scalify, with parameters and activations in this format."""
+    """Train a plain model under scalify, with parameters and activations stored in this format."""
     weights: WideFormat | None = None
     """Storage format of weights, with scales; null for float32."""
     moments: Annotated[list[Format], Field(min_length=2, max_length=2)] | None = None
@@ -101,7 +101,7 @@ class PrecisionConfig(Section):
     loss_scale: Positive | Literal["dynamic"] | None = None
     """Loss scale: a constant, or dynamic to halve it when gradients overflow."""
     monitor: Fraction | None = None
-    """Log the share of saturated elements per FP8 tensor; rebalance acts above this value."""
+    """Log the share of elements of each FP8 tensor that saturate; rebalance acts above this one."""
     rebalance: Flag = False
     """At log steps, double the scale of each tensor that saturates more than monitor allows."""
 
@@ -166,7 +166,7 @@ class OptimizerConfig(Section):
     clip_norm: Positive | None = None
     """Global norm to clip gradients to (thousands in unit-scaled models); null for no clipping."""
     skip_nonfinite: Whole = 0
-    """Number of steps in a row that may be skipped because loss or gradient is not finite."""
+    """Number of steps in a row that may be skipped if the loss or a gradient is not finite."""
     umup: Flag = True
     """Use u-muP learning rates, by each parameter's role, fan-in and depth."""
     multipliers: dict[Role, NonNegative] = Field(default_factory=dict)
@@ -248,7 +248,7 @@ class MeshConfig(Section):
     context: Count = 1
     """Devices to shard the tokens of a sequence over."""
     tensor: Count = 1
-    """Devices to shard the output dimension of kernels over."""
+    """Devices to shard matrices over: their outputs, or inputs of the last one of each block."""
 
 
 class SweepConfig(Section):
@@ -263,7 +263,7 @@ class SweepConfig(Section):
     rates: Annotated[int, Strict(), Field(ge=3)] = 5
     """Number of learning rates to train at once."""
     rounds: Count = 3
-    """Largest number of rounds; another follows if the best rate is the lowest or the highest."""
+    """Largest number of rounds; the next one extends the rates if the best is at an end."""
     when: dict[str, dict[str, Any] | None] = Field(default_factory=dict)
     """Keys to set by condition, such as `model.library=plain seed=0`; null skips such points."""
 

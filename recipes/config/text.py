@@ -24,7 +24,7 @@ class TokenizerConfig(Section):
     kind: Literal["byte", "bpe", "wordpiece", "file"] = "byte"
     """Bytes, a tokenizer trained on the text (bpe, wordpiece), or a tokenizer.json (file)."""
     vocab: Count | None = None
-    """Largest number of ids of a trained tokenizer; null for 8192."""
+    """Largest number of ids of a tokenizer trained on the text; null for 8192."""
     path: str | None = None
     """Path of the tokenizer.json (file)."""
     lowercase: Flag = False
@@ -75,7 +75,7 @@ class DataConfig(SequenceConfig):
     split: str = "train"
     """Split of a dataset that has several."""
     documents: Literal["file", "blank_line", "line"] = "file"
-    """The end of a document in a text file."""
+    """Where a document ends in a text file: at the end of the file, a blank line or any line."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
     cache_dir: str | None = None
@@ -167,7 +167,7 @@ class TransformerConfig(Section):
     scan: Flag | Literal["auto"] = "auto"
     """Stack the layers' parameters and scan over them; auto as in nn.TransformerStack."""
     remat: Literal["none", "dots", "quantized", "layer"] = "none"
-    """Recompute all of a layer, or all but outputs (dots) or FP8 inputs (quantized) of matmuls."""
+    """Activations to recompute: all (layer), all but matmul outputs (dots), inputs (quantized)."""
 
     @property
     def hidden(self) -> int:

@@ -244,7 +244,7 @@ class MultiHeadAttention(nnx.Module):
         return reshard_output(self._merge(y), out_sharding)
 
     def factor_over(self, context: rules.AttentionContext | None, length: int) -> float:
-        """Return the ratio of the factors with and without a context, for ``length`` keys."""
+        """Return the ratio of the factors with and without `context`, for ``length`` keys."""
         own, other = (
             rules.dot_product_attention(
                 self.head_dim, keys, is_causal=self.is_causal, mult=self.mult, mean_square=m

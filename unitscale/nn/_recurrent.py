@@ -69,7 +69,7 @@ class RNNCell(nnx.Module):
         return self.dense_i(inputs)
 
     def weights(self, steps: int = 1) -> Weights:
-        """Return the kernel and bias of each projection of the state, for use in ``steps`` steps.
+        """Return the kernel and bias of each projection of the state, to apply in ``steps`` steps.
 
         Their gradients are sums over steps, and get the factor of `rules.recurrent_kernel`.
         """

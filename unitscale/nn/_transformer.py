@@ -63,8 +63,8 @@ class LayerFactors(NamedTuple):
 class TransformerLayer(nnx.Module):
     """Attention and MLP, each a residual branch (`ops.residual`) with its own tau.
 
-    The attention's factor accounts for the correlation between tokens that the branches below cause
-    (`rules.AttentionContext`), and assumes that they are like those of this layer. On a mesh with
+    The attention's factor accounts for the correlation between tokens that the layers below cause
+    (`rules.AttentionContext`), and assumes that those layers are like this one. On a mesh with
     automatic axes (`jax.set_mesh`) the residual stream is sharded over the axes fsdp and data (the
     batch) and context (tokens).
 

@@ -11,8 +11,8 @@ from ..core import format_of, is_scaled
 from ._storage import Moment, is_floating, stack_axes_of, store
 
 Role: TypeAlias = Literal["first", "second", "trace"]
-"""Role of an array of state, for `scaled`: "first", a mean of gradients, divided by the root of a
-second moment (Adam); "second", a mean of squares; "trace", momentum as the update (SGD, Lion)."""
+"""Role of an array in optax's state, for `scaled`: "first", Adam's mean of gradients; "second", a
+mean of squares; "trace", momentum that is not divided by a second moment (SGD, Lion)."""
 
 Moments: TypeAlias = tuple[Any, Any] | Callable[[str, Role | None], Any]
 """Formats of the moments: see `unitscale.optim.scaled`."""

@@ -232,9 +232,9 @@ def scaled(
         ``inner`` computes in float32, on plain gradients (as `unitscale.grad` returns them). Each
         result is rounded once: moments as in `Moment`, weights as in `apply_updates`.
 
-        Rounding to nearest stops a moving average once it changes by less than half the distance
-        between neighboring numbers: with gradients from N(0, 1) and b2 = 0.95, the root of a second
-        moment in e4m3fn is 1.5 times too large. Use stochastic rounding for 8-bit second moments.
+        With rounding to nearest a moving average stops changing once its steps are below half the
+        distance between neighboring numbers: with gradients from N(0, 1) and b2 = 0.95, the root of
+        a second moment in e4m3fn is 1.5 times too large. Use "stochastic" for such moments.
 
     Args:
         inner: any optax transformation.

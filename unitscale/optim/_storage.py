@@ -52,12 +52,12 @@ class Moment:
 
     Scaling:
         data = x / scale, or sign(x) |x|^1/2 / scale if ``root``. Every step chooses the scale, a
-        power of two (1 in float32 and bfloat16). In arrays of up to 2^16 entries, initial states
-        and blocks it follows from the exact maximum, so that nothing saturates.
+        power of two (1 in float32 and bfloat16). For arrays of up to 2^16 entries, initial states
+        and blocks, the scale follows from the exact maximum, so that nothing saturates.
 
-        In larger arrays it follows from a sample of about 2^14 evenly spaced entries, with headroom
-        of 2^10 in formats with 5 exponent bits (float16, e5m2). In formats with fewer it has
-        headroom of 2 above sampled and earlier entries; a larger one saturates for some steps.
+        For larger arrays it follows from a sample of about 2^14 evenly spaced entries, with
+        headroom of 2^10 in formats with 5 exponent bits (float16, e5m2), and in others of 2 above
+        sampled and earlier entries. Larger entries saturate for some steps.
 
         The root halves the exponents: float8_e4m3fn then covers 2^34 between the largest and the
         smallest second moment, with a relative error of at most 2^-3. Nonzero values never round to

@@ -150,7 +150,7 @@ class UmupRates(list[UmupRate]):
     """The learning rates of a model's parameters; prints as a table."""
 
     def start(self, plain: float) -> float:
-        """Return the global rate at which kernels learn as in a plain model at Adam's ``plain``."""
+        """Return the global rate equivalent to the rate ``plain`` of Adam in a plain model."""
         logs = [math.log(rate.plain) for rate in self if rate.role == "weight"]
         return plain / math.exp(sum(logs) / len(logs)) if logs else plain
 
