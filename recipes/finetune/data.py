@@ -153,7 +153,7 @@ def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
 def _complaint(asked: Question, context: str) -> str | None:
     """Return what is wrong with a question, or None."""
     if asked.is_impossible == bool(asked.answers):
-        return f"expected answers or is_impossible; got {len(asked.answers)}, {asked.is_impossible}"
+        return f"expected is_impossible {not asked.answers}, as it has {len(asked.answers)} answers"
     for text, start in ((answer.text, answer.answer_start) for answer in asked.answers):
         if start < 0 or not context.startswith(text, start):
             return f"expected {clipped(text)} at character {start} of the context"

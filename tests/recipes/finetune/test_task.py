@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
         build(tuned(folder, "squad", "init=nowhere"))
     bert = "recipe: bert\nname: b\nmodel: {library: plain, norm_placement: pre}\n"
     runs = {
-        "recipe: gpt\nname: gpt\n": "expected a run of recipe bert; got one of gpt",
+        "recipe: gpt\nname: gpt\n": "expected recipe bert; got gpt; name another",
         bert + "optimizer: {umup: false}\n": "init: expected a unitscale model; got library plain",
     }
     for content, message in runs.items():
@@ -161,12 +161,13 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=message):
             build(tuned(folder, "squad", f"init={tmp_path}"))
     data = {
-        "data.sequence_length=64": "data.sequence_length: .* learned 32 positions; got 64",
-        "data.batch_size=40": "data.batch_size: expected at most the 20 records",
+        ("classification", "data.sequence_length=64"): "length: .* learned 32 positions; got 64",
+        ("classification", "data.batch_size=40"): "batch_size: expected at most the 20 records",
+        ("squad", "data.sequence_length=12"): "data.train: .* expected answers within 12 tokens",
     }
-    for word, message in data.items():
+    for words, message in data.items():
         with pytest.raises(RecipeError, match=message):
-            load_data(tuned(folder, "classification", word))
+            load_data(tuned(folder, *words))
     run = folder / "runs" / "tiny-bert"
     config = pretraining_of(str(run))
     shape = config.model.model_copy(update={"vocab": 50})
