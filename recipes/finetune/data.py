@@ -145,8 +145,8 @@ def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
                 wrong = wrong or "expected unique ids; got this one twice"
                 raise RecipeError(f"{where}: question {asked.id!r}: {wrong}; correct the file")
             questions[asked.id] = asked.model_copy(update={"context": paragraph.context})
-    if not questions:
-        raise RecipeError(f"{where}: expected questions; got none; give another file")
+    if not any(asked.answers for asked in questions.values()):
+        raise RecipeError(f"{where}: expected questions with answers; got none; give another file")
     return list(questions.values())
 
 
