@@ -245,6 +245,7 @@ class _Run:
         said.extend(recipe.closing(config, self.data, model, self.folder))
         unit, precision = config.data.step_unit, config.precision
         policy = f"{precision.scalify} by scalify" if precision.scalify else precision.policy
+        policy += f" with {precision.matmuls} matmuls" if precision.matmuls else ""
         speed = f", {statistics.median(self.speeds):,.0f} {unit}/s" if self.speeds else ""
         said.append(
             f"trained in {policy}{speed}: validation loss "

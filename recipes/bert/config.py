@@ -7,10 +7,10 @@ from pydantic import model_validator
 from ..config import (
     Count,
     DataConfig,
+    FixedResidual,
     Flag,
     Fraction,
     LanguageConfig,
-    ResidualConfig,
     Section,
     Share,
     TokenizerConfig,
@@ -78,7 +78,7 @@ class BertModelConfig(TransformerConfig):
     """Use the embedding table as the readout."""
     dropout: Fraction = 0.1
     """Dropout rate of embeddings, attention weights and branches."""
-    residual: ResidualConfig = ResidualConfig(scheme="fixed")
+    residual: FixedResidual = FixedResidual()
     """Weights of residual branches (unitscale models)."""
 
 

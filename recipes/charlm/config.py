@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from ..config import Count, DataConfig, Library, OptimizerConfig, ResidualConfig, RunConfig, Section
+from ..config import Count, DataConfig, FixedResidual, Library, OptimizerConfig, RunConfig, Section
 
 # Defaults of this recipe; the learning rate is for unit-scaled models.
 _OPTIMIZER = {
@@ -14,13 +14,6 @@ _OPTIMIZER = {
     "final_fraction": 0.0,
     "b2": 0.999,
 }
-
-
-class CharlmResidualConfig(ResidualConfig):
-    """Weights of residual branches, by default the same for all."""
-
-    scheme: Literal["fixed", "running_mean", "depth"] = "fixed"
-    """Rule for the weight tau of each residual branch."""
 
 
 class CharlmModelConfig(Section):
@@ -34,7 +27,7 @@ class CharlmModelConfig(Section):
     """Recurrent cell (rnn)."""
     norm: Literal["pre", "post", "none"] = "pre"
     """LayerNorm at the start of each branch, after each residual sum, or none."""
-    residual: CharlmResidualConfig = CharlmResidualConfig()
+    residual: FixedResidual = FixedResidual()
     """Weights of residual branches."""
     layers: Count = 2
     """Number of layers, each of a branch of the given kind and an MLP branch."""

@@ -3,7 +3,7 @@
 # ruff: noqa: F401, I001
 from .run import BatchConfig, OptimizerConfig, PrecisionConfig, RunConfig, Section
 from .text import DataConfig, DecoderConfig, GPTModelConfig, LanguageConfig, LoraConfig
-from .text import ResidualConfig, RopeConfig, SequenceConfig, TokenizerConfig, TransformerConfig
+from .text import FixedResidual, RopeConfig, SequenceConfig, TokenizerConfig, TransformerConfig
 from .run import Count, Flag, Fraction, NonNegative, Positive, Share, Whole
 from .text import Library
 from .run import FORMAT_KEYS, PRESETS, expand_preset

@@ -283,6 +283,8 @@ class RunConfig(Section):
     """Tokens per sequence, which mesh.context divides; None without sequences."""
     longest: ClassVar[int | None] = None
     """Length of the longest sequence that the model accepts; None if there is no limit."""
+    keeps_fp8: ClassVar[bool] = False
+    """True if weights stay in the FP8 of the folder in `init`, with scales of any shape."""
 
     recipe: str
     """Name of the recipe."""

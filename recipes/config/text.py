@@ -127,6 +127,13 @@ class ResidualConfig(Section):
     """Weight of attention branches relative to MLP branches (scheme depth, or recipe charlm)."""
 
 
+class FixedResidual(ResidualConfig):
+    """Weights of residual branches, by default the same for all."""
+
+    scheme: Literal["fixed", "running_mean", "depth"] = "fixed"
+    """Rule for the weight tau of each residual branch."""
+
+
 class TransformerConfig(Section):
     """The shape of a Transformer."""
 
@@ -248,6 +255,7 @@ class DecoderConfig(Section):
     local_layers: tuple[Whole, ...] = ()  # indices of layers with windowed attention
     rope: RopeConfig = RopeConfig()
     local_rope: RopeConfig | None = None  # of local layers; None: as `rope`
+    fp8: Flag = False  # weights of linear layers are in FP8, with scales
 
     @model_validator(mode="after")
     def _local_layers_have_a_window(self) -> Self:

@@ -71,10 +71,6 @@ class ClassificationConfig(Section):
         return self
 
 
-FORMATS = ("float32", "bfloat16", "float16", "fp8")
-"""Policies for plain models, which train under scalify."""
-
-
 def pretraining_of(init: str) -> BertConfig:
     """Read the config of the pretraining run in a folder."""
     return earlier_run(init, BertConfig, other=", or a Hugging Face folder")
@@ -128,9 +124,10 @@ class FinetuneConfig(RunConfig):
         optimizer, precision = self.optimizer, self.precision
         if self.plain:
             changed = precision.monitor is not None or precision.scaled_state
-            if precision.policy not in FORMATS or changed:
+            formats = "float32", "bfloat16", "float16", "fp8"  # under scalify, except float32
+            if precision.policy not in formats or changed:
                 raise RecipeError(
-                    f"precision: expected policy {', '.join(FORMATS)}, and monitor, weights and "
+                    f"precision: expected policy {', '.join(formats)}, and monitor, weights and "
                     f"moments null, for the Hugging Face folder {self.init}; got policy "
                     f"{precision.policy}; change precision, or init with a run of recipe bert"
                 )

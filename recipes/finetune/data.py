@@ -145,15 +145,15 @@ def read_squad(path: str | Path, key: str = "data.train") -> list[Question]:
                 wrong = wrong or "expected unique ids; got this one twice"
                 raise RecipeError(f"{where}: question {asked.id!r}: {wrong}; correct the file")
             questions[asked.id] = asked.model_copy(update={"context": paragraph.context})
-    if not questions:
-        raise RecipeError(f"{where}: expected questions; got none; give another file")
+    if not any(asked.answers for asked in questions.values()):
+        raise RecipeError(f"{where}: expected questions with answers; got none; give another file")
     return list(questions.values())
 
 
 def _complaint(asked: Question, context: str) -> str | None:
     """Return what is wrong with a question, or None."""
     if asked.is_impossible == bool(asked.answers):
-        return f"expected answers or is_impossible; got {len(asked.answers)}, {asked.is_impossible}"
+        return f"expected is_impossible {not asked.answers}, as it has {len(asked.answers)} answers"
     for text, start in ((answer.text, answer.answer_start) for answer in asked.answers):
         if start < 0 or not context.startswith(text, start):
             return f"expected {clipped(text)} at character {start} of the context"

@@ -18,7 +18,7 @@ from ..bert.config import BertModelConfig, Pooling
 from ..bert.model import Encoder, Pooler, mean_loss
 from ..config import TOKENIZER_FILE
 from ..errors import RecipeError
-from ..hf import Bert, Pretrained, load, save, shape_of_bert
+from ..hf import Bert, Pretrained, load, save, shape_of
 from ..recipe import Data, Examples
 from ..run.folder import SCORES
 from ..run.state import make_policy, take_weights
@@ -128,7 +128,7 @@ class TaskData(Data):
 def load_data(config: FinetuneConfig) -> TaskData:
     """Read and tokenize the files of a task."""
     if config.plain:
-        shape = shape_of_bert(config.init)
+        shape = shape_of(config.init, "masked_lm")
         vocab, positions, known = shape.vocab, shape.longest, shape.labels
     else:
         pretraining = pretraining_of(config.init)

@@ -33,9 +33,9 @@ class GPTConfig(LanguageConfig):
         tree = tree | {"init": init}
         if is_run(init) or not (Path(init) / "config.json").is_file():
             return earlier_run(init, cls, other=", or a Hugging Face folder").passed_on(tree)
-        from ..hf import shape_of_decoder  # noqa: PLC0415  (it imports JAX)
+        from ..hf import shape_of  # noqa: PLC0415  (it imports JAX)
 
-        shape = shape_of_decoder(init).model_dump(mode="json")
+        shape = shape_of(init, "lm").model_dump(mode="json")
         return filled_from(tree, shape, {"kind": "file", "path": str(Path(init) / TOKENIZER_FILE)})
 
     @property
@@ -45,10 +45,7 @@ class GPTConfig(LanguageConfig):
 
     @property
     def keeps_fp8(self) -> bool:
-        """True if LoRA keeps the FP8 weights of the folder in `init`, with scales of any shape."""
-        file, frozen = Path(self.pretrained or "") / "config.json", str(self.precision.frozen)
-        narrow = self.lora is not None and frozen.startswith("float8") and file.is_file()
-        return narrow and '"quantization_config"' in file.read_text("utf-8")
+        return self.model.variant.fp8 and str(self.precision.frozen).startswith("float8")
 
     @property
     def settled(self) -> Self:

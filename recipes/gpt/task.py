@@ -151,7 +151,7 @@ def load_data(config: GPTConfig) -> Corpus:
     """Read the text of a config, and check `model.document_end`."""
     corpus, end = load_corpus(config.data, config.model.vocab), config.model.document_end
     if end not in (None, corpus.tokenizer.eos):
-        wanted = f"expected the tokenizer's end of documents, {corpus.tokenizer.eos}; got {end}"
+        wanted = f"expected null or the tokenizer's end of text, {corpus.tokenizer.eos}; got {end}"
         raise RecipeError(f"model.document_end: {wanted}; correct it")
     return corpus
 

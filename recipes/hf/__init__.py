@@ -8,7 +8,7 @@ updates (LoRA); `save_adapter` writes these.
 """
 
 from ._bert import Bert as Bert
-from ._config import shape_of_bert as shape_of_bert, shape_of_decoder as shape_of_decoder
+from ._config import shape_of as shape_of
 from ._folder import chat_prompt as chat_prompt, write_tensors as write_tensors
 from ._load import Pretrained as Pretrained, load as load, save as save
 from ._lora import (

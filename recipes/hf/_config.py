@@ -23,7 +23,7 @@ from ..config import (
     Whole,
 )
 from ..errors import RecipeError, clipped
-from ._folder import CONFIG, read_config
+from ._folder import CONFIG, QUANTIZATION, read_config
 
 Task = Literal["lm", "masked_lm", "question_answering", "classification"]
 
@@ -64,7 +64,7 @@ INERT = re.compile(
     r"gradient_checkpointing|neftune_noise_alpha|pretraining_tp|torchscript|n_ctx|n_special|"
     r"chunk_size_feed_forward|task_specific_params|remove_invalid_values|directionality|"
     r"reorder_and_upcast_attn|predict_special_tokens|layer_norm_eps|deterministic_flash_attn|"
-    r"reference_compile|repad_logits_with_grad|sparse_pred.*|sliding_window_size|quantization_config"
+    r"reference_compile|repad_logits_with_grad|sparse_pred.*|sliding_window_size"
 )
 
 
@@ -208,6 +208,7 @@ class _Sizes(BaseModel):
     heads: Count = Field(alias="num_attention_heads")
     context: Count = Field(alias="max_position_embeddings")
     tied_readout: Flag = Field(True, alias="tie_word_embeddings")
+    fp8: Annotated[bool, BeforeValidator(bool)] = Field(False, alias=QUANTIZATION)
 
 
 def _shape(schema: Any, file: Any, path: Path, variant: Any, **own: Any) -> Any:
@@ -439,17 +440,9 @@ def shape_in(config: Mapping[str, Any], path: Path) -> Any:
     return readers.get(config["model_type"], _family)(config, path)
 
 
-def shape_of_decoder(folder: str) -> GPTModelConfig:
-    """Read the shape of the decoder in a folder, from config.json alone."""
-    return _shape_of(Path(folder), "lm")
-
-
-def shape_of_bert(folder: str) -> EncoderConfig:
-    """Read the shape of the encoder in a folder, from config.json alone."""
-    return _shape_of(Path(folder), "masked_lm")
-
-
-def _shape_of(path: Path, task: Task) -> Any:
+def shape_of(folder: str, task: Task) -> Any:
+    """Read the shape of a model for a task from the config.json in a folder alone."""
+    path = Path(folder)
     config = read_config(path)
     model_type(config, path, [kind for kind, tasks in ARCHITECTURES.items() if task in tasks])
     return shape_in(config, path)

@@ -21,6 +21,7 @@ from ..errors import RecipeError, read_text, refused
 
 CONFIG, GENERATION, TOKENS = "config.json", "generation_config.json", "tokenizer_config.json"
 SINGLE, INDEX, TEMPLATE = "model.safetensors", "model.safetensors.index.json", "chat_template.jinja"
+QUANTIZATION = "quantization_config"  # a key of config.json
 # Small files of a model that `save` copies.
 _TEXTS = (
     *(CONFIG, "tokenizer.json", INDEX, GENERATION, TOKENS, "special_tokens_map.json", TEMPLATE),

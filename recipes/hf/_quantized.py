@@ -20,10 +20,9 @@ from unitscale import ScaledArray
 from unitscale.quant import Block, Dynamic, quantize
 
 from ..errors import RecipeError
-from ._folder import CONFIG, FLOAT8, INDEX, Folder, Tensor, json_bytes
+from ._folder import CONFIG, FLOAT8, INDEX, QUANTIZATION, Folder, Tensor, json_bytes
 
 Scheme = Literal["tensor", "channel", "block"]
-KEY = "quantization_config"
 _METHODS, _SIZE = ("fp8", "compressed-tensors"), 128
 _SCALES = ("weight_scale_inv", "weight_scale")
 # Scales of activations and of the KV cache: activations are quantized as `precision` says.
@@ -32,13 +31,13 @@ _IGNORED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale")
 
 def dequantize(folder: Folder) -> Folder:
     """Return a folder with weights in the dtype of its config.json, and FP8 weights in `narrow`."""
-    scheme = folder.config.get(KEY)
+    scheme = folder.config.get(QUANTIZATION)
     if scheme is None:
         return folder
     if (method := scheme.get("quant_method")) not in _METHODS:
         raise RecipeError(
-            f"{folder.path}: {KEY}.quant_method: expected {' or '.join(_METHODS)}; got {method!r}; "
-            "give the folder of the model before it was quantized"
+            f"{folder.path}: {QUANTIZATION}.quant_method: expected {' or '.join(_METHODS)}; "
+            f"got {method!r}; give the folder of the model before it was quantized"
         )
     wanted = str(folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16")
     dtype = jnp.dtype(wanted.removeprefix("torch."))
@@ -56,7 +55,7 @@ def dequantize(folder: Folder) -> Folder:
         narrow[name] = partial(_scaled, folder.path, name, weight, scale, scheme)
         read = lambda make=narrow[name]: np.asarray(make().value).astype(dtype)  # noqa: E731
         kept[name] = Tensor(weight.shape, dtype, read)
-    config = {key: value for key, value in folder.config.items() if key != KEY}
+    config = {key: value for key, value in folder.config.items() if key != QUANTIZATION}
     return replace(_with_tensors(folder, config, kept), narrow=narrow)
 
 
@@ -79,7 +78,7 @@ def _scaled(
             return ScaledArray(jnp.asarray(weight), jnp.asarray(scale), block_shape=blocks)
     raise RecipeError(
         f"{path}: the scale of {name} {list(weight.shape)} must be one number, or one per output "
-        f"or block of {KEY}; got {list(scale.shape)}; give the {CONFIG} of these weights"
+        f"or block of {QUANTIZATION}; got {list(scale.shape)}; give the {CONFIG} of these weights"
     )
 
 
@@ -124,7 +123,7 @@ def quantized(folder: Folder, names: list[str], scheme: Scheme) -> Folder:
             "config_groups": {"group_0": group},
             "ignore": ["lm_head"],
         }
-    return _with_tensors(folder, folder.config | {KEY: method}, written)
+    return _with_tensors(folder, folder.config | {QUANTIZATION: method}, written)
 
 
 def _with_tensors(folder: Folder, config: dict[str, Any], tensors: dict[str, Tensor]) -> Folder:

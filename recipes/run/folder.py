@@ -196,7 +196,7 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
             raise ValueError("no mapping of keys")
         found, wanted = tree.get("recipe", "gpt"), get_args(kind.model_fields["recipe"].annotation)
         if wanted and found not in wanted:
-            raise RecipeError(f"{path}: expected a run of recipe {wanted[0]}; got one of {found}")
+            raise RecipeError(f"{path}: expected recipe {wanted[0]}; got {found}; name another run")
         return kind.model_validate(kind.upgraded(tree))
     except (OSError, yaml.YAMLError, ValueError) as error:
         todo = "give the folder of such a run, or move this one aside with --fresh"

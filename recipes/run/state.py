@@ -323,7 +323,7 @@ def load_checkpoint(config: RunConfig, say: Say) -> tuple[nnx.GraphDef, Restored
     """Load a run's newest complete checkpoint, without changing anything on disk."""
     folder = existing_run(config)
     trained = written_config(folder, type(config))
-    trained = trained if getattr(trained, "keeps_fp8", False) else trained.resumed
+    trained = trained if trained.keeps_fp8 else trained.resumed
     longest, length = trained.longest, config.sequence
     if longest is not None and length is not None and length > longest:
         what = f"data.sequence_length: the run in {folder} learned {longest} positions"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from ..config import RunConfig, describe_problems, entry_of, unknown_key, valid_keys
+from ..config import RunConfig, describe_problems, entry_of, expand_preset, unknown_key, valid_keys
 from ..errors import RecipeError
 from ..run.folder import ROWS, flatten, read_metrics
 
@@ -51,10 +51,13 @@ def make_points(config: RunConfig) -> list[Point]:
     """Return all points of a config's grid, except those that `sweep.when` leaves out."""
     if config.mesh or config.precision.monitor is not None:
         raise RecipeError("sweep: mesh and precision.monitor are not supported; set both null")
-    grid, when = config.sweep.grid, config.sweep.when
+    grid, when, known = config.sweep.grid, config.sweep.when, flatten(config.model_dump())
     _check_keys("sweep.grid", grid, config, (*_OWN, RATE))
     for words, settings in when.items():
         _check_keys("sweep.when", _conditions(words), config)
+        for key in _conditions(words).keys() - grid.keys():
+            if inside := [name for name in known if name.startswith(f"{key}.")]:
+                raise RecipeError(f"sweep.when: {key} has no value; use {' or '.join(inside)}")
         _check_keys("sweep.when", settings or {}, config, (*_OWN, *grid))
     combinations = (dict(zip(grid, v, strict=True)) for v in itertools.product(*grid.values()))
     points = [point for values in combinations if (point := _make_point(config, values))]
@@ -81,7 +84,8 @@ def _conditions(words: str) -> dict[str, Any]:
 
 
 def _make_point(config: RunConfig, values: dict[str, Any]) -> Point | None:
-    known = flatten(config.model_dump()) | values | flatten(values)
+    section = {"precision": expand_preset(values.get("precision", {}))}
+    known = flatten(config.model_dump()) | values | flatten(values | section)
     further: dict[str, Any] = {}
     for words, settings in config.sweep.when.items():
         if all(known.get(key) == value for key, value in _conditions(words).items()):

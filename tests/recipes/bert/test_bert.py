@@ -424,7 +424,8 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def test_the_config_of_an_earlier_version_is_read(config_file: Path) -> None:
-    config = bert_config(config_file, "model.residual={scheme: depth}")
+    config = bert_config(config_file, "model.residual={mult: 2.0}")
+    assert config.model.residual.scheme == "fixed"
     old = config.model_dump(mode="json")
     old["data"]["masking"] |= {"masked": 0.8, "random": 0.1}
     old["model"]["residual"]["tau"] = None

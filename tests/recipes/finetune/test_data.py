@@ -81,9 +81,8 @@ LEARNED = [
 
 def test_labels(tmp_path: Path) -> None:
     for labels, names in LEARNED:
-        path = write(
-            tmp_path, "rows.csv", "\n".join(["sentence,label", *(f"s,{x}" for x in labels)])
-        )
+        text = "\n".join(["sentence,label", *(f"s,{x}" for x in labels)])
+        path = write(tmp_path, "rows.csv", text)
         found = load(path)
         assert found.labels == names
         assert [names[i] for i in found.ids(found.train)] == labels
@@ -162,9 +161,7 @@ def test_records(layout: str) -> None:
                 assert LABELS[record["label"]] == row.label
         tokenizer.no_truncation()
         records(rows, least, tokenizer)
-        with pytest.raises(
-            RecipeError, match=rf"data\.sequence_length: .* at least {least}, .* got"
-        ):
+        with pytest.raises(RecipeError, match=rf"sequence_length: .* at least {least}, .* got"):
             records(rows, least - 1, tokenizer)
 
 
@@ -229,10 +226,11 @@ ONE = entry("one", answer("1878"))
 WRONG_QUESTIONS: list[tuple[list[Any] | bytes, str]] = [
     ([ONE, entry("two", answer("1879", 19))], r"'two': expected '1879' at character 19 "),
     ([entry("one", answer(" ", 3))], r"data\.0.*qas\.0\.answers\.0\.text: .*; got ' '"),
-    ([entry("one")], r"'one': expected answers or is_impossible; got 0, False"),
+    ([entry("one")], r"'one': expected is_impossible True, as it has 0 answers"),
     ([ONE, ONE], r"'one': expected unique ids"),
     ([entry("one", answer("1878", True))], r"valid integer; got True"),
-    ([], r"expected questions; got none"),
+    ([], r"expected questions with answers; got none"),
+    ([entry("one", is_impossible=True)], r"expected questions with answers; got none"),
     (b'{"data": [\n{"para', r"Invalid JSON: EOF"),
     (b"", r"the file: Invalid JSON"),
     (b'{"data": "\xe9"}', r"is not UTF-8 text"),

@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
         build(tuned(folder, "squad", "init=nowhere"))
     bert = "recipe: bert\nname: b\nmodel: {library: plain, norm_placement: pre}\n"
     runs = {
-        "recipe: gpt\nname: gpt\n": "expected a run of recipe bert; got one of gpt",
+        "recipe: gpt\nname: gpt\n": "expected recipe bert; got gpt; name another",
         bert + "optimizer: {umup: false}\n": "init: expected a unitscale model; got library plain",
     }
     for content, message in runs.items():

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from recipes.cli import app
 from recipes.config import LoraConfig
 from recipes.errors import RecipeError
-from recipes.hf import adapt, load
+from recipes.hf import adapt, load, shape_of
 from tests.recipes.pretrained import FIXTURES, change_config, change_tensors, copied, reference
 
 E4M3 = jnp.float8_e4m3fn
@@ -71,6 +71,7 @@ def published(tmp_path: Path, scheme: str, without: str = "-") -> tuple[Path, Pa
 )
 def test_published_folders_are_read(scheme: str, tmp_path: Path) -> None:
     folder, plain = published(tmp_path, scheme)
+    assert [shape_of(str(x), "lm").variant.fp8 for x in (folder, plain)] == [True, False]
     (ids, *_), _ = reference(FIXTURES / "llama3")
     expected = jax.jit(load(plain).model)(ids)
     found = jax.jit(load(folder).model)(ids)

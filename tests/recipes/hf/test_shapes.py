@@ -13,7 +13,7 @@ import pytest
 
 from recipes.config import RopeConfig
 from recipes.errors import RecipeError
-from recipes.hf import shape_of_bert, shape_of_decoder
+from recipes.hf import shape_of as read_shape
 from recipes.hf.plain import attend, frequencies, rotate
 
 from ..pretrained import FIXTURES
@@ -32,8 +32,7 @@ LINEAR, LLAMA3 = (
 
 def read(config: dict[str, Any], folder: Path) -> Any:
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
-    shape = shape_of_bert if "bert" in str(config["model_type"]) else shape_of_decoder
-    return shape(str(folder))
+    return read_shape(str(folder), "masked_lm" if "bert" in str(config["model_type"]) else "lm")
 
 
 def shape_of(name: str, folder: Path, **changes: Any) -> Any:

@@ -279,5 +279,5 @@ def test_a_bert_starts_from_berts_alone(tmp_path: Path, make_config: MakeConfig)
     with pytest.raises(RecipeError, match="init: expected the folder of a run of recipe bert; got"):
         bert_config(path, "init=nowhere")
     run = open_run(make_config())
-    with pytest.raises(RecipeError, match="expected a run of recipe bert; got one of gpt"):
+    with pytest.raises(RecipeError, match="expected recipe bert; got gpt"):
         bert_config(path, f"init={run}")

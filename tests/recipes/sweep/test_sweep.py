@@ -108,6 +108,8 @@ WRONG: list[tuple[Any, Any, str]] = [
     ({}, {"model.kid=rnn": {}}, r"sweep\.when: model\.kid is not a key"),
     ({}, {"model.kind=rnn": {"model.with": 8}}, r"sweep\.when: model\.with is not a key"),
     ({"model.width": [8]}, {"seed=0": {"model.width": 4}}, r"sweep\.when: model\.width cannot"),
+    ({}, {"precision=fp8": {}}, r"sweep\.when: precision has no value; use precision\.policy or"),
+    ({"precision": ["fp8"]}, {"precision.policy=fp8": None}, r"expected points; got none"),
     ({"model.library": ["plain"], "precision.policy": ["fp8"]}, None, r"expected points; got none"),
 ]
 
@@ -160,9 +162,8 @@ def test_the_best_rate_counts_and_the_mean_over_seeds(tmp_path) -> None:
     best = by_format(curves)
     assert best["kind=conv"]["plain", "float32"].least == 2.5
     report(points, tmp_path)
-    table = (tmp_path / "results.md").read_text()
     cells = ["inf at 0.1", *(f"{loss:.4f} at 0.4" for loss in (2.5, 3, 2.5, 2.75))]
-    assert " | ".join(["kind=rnn", *cells]) in table
+    assert " | ".join(["kind=rnn", *cells]) in (tmp_path / "results.md").read_text()
 
 
 NORMS = ["pre", "post", "none"]
