@@ -8,6 +8,7 @@ cotangent is the value's cotangent multiplied by the scale.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,17 +23,11 @@ from ._values import Scale, Value, aval_of, data_at, is_float, narrow, widen
 
 
 @jax.tree_util.register_static
+@dataclass(frozen=True)
 class _Static:
     """Specs as a static node of a pytree."""
 
-    def __init__(self, specs: tuple[Spec, ...]):
-        self.specs = specs
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.specs == other.specs
-
-    def __hash__(self) -> int:
-        return hash(self.specs)
+    specs: tuple[Spec, ...]
 
 
 def _interpret(
