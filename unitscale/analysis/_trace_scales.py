@@ -16,7 +16,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core import Format, amax, format_of, is_floating
-from ._program import Interpreter, Source, bind, inner_program, source_of, traced
+from ..rules import traced
+from ._program import Interpreter, Source, bind, inner_program, source_of
 
 # Primitives whose results hold the same numbers as an operand.
 _VIEWS = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape"}
@@ -197,7 +198,7 @@ def trace_scales(
     memory: dict[Any, Any] = {}
 
     def measured(*args: Any, **kwargs: Any) -> ScaleTrace:
-        program = traced("trace_scales", fn, *args, **kwargs)
+        program = traced(where, fn, *args, **kwargs)
         watcher = Watcher(kept, sample, memory)
         leaves, keystr = jax.tree_util.tree_leaves_with_path((args, kwargs)), jax.tree_util.keystr
         inputs = []

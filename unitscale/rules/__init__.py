@@ -67,4 +67,5 @@ from ._simulate import (
     Simulation as Simulation,
     closed_form as closed_form,
     simulate as simulate,
+    traced as traced,
 )
