@@ -292,18 +292,13 @@ class Watcher(Interpreter):
 
     def note(self, eqn: Any, results: list[Any]) -> None:
         """Measure the floating results of an equation."""
-        found = [
-            (var, value)
-            for var, value in zip(eqn.outvars, results, strict=True)
-            if is_floating(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar"
-        ]
-
         if (where := tuple(self.calls)) not in self.memory:
             scope = "/".join(part for e in where if (part := str(e.source_info.name_stack)))
             self.memory[where] = source_of(*reversed(where)), eqn.primitive.name, scope
-        for var, value in found:
-            self.noted[id(value)] = len(self.records)
-            self.measure(value, _about(var.aval, *self.memory[where]))
+        for var, value in zip(eqn.outvars, results, strict=True):
+            if is_floating(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar":
+                self.noted[id(value)] = len(self.records)
+                self.measure(value, _about(var.aval, *self.memory[where]))
 
     def _control(self, eqn: Any, operands: list[Any]) -> Any:
         """Execute control flow; programs with the same text are compiled once."""
