@@ -393,14 +393,8 @@ class ScaledArray:
 
     sum, mean, max, min = map(reduction, (jnp.sum, jnp.mean, jnp.max, jnp.min))
 
-    all = of_value("all")
-    any = of_value("any")
-    argmax = of_value("argmax")
-    argmin = of_value("argmin")
-    item = of_value("item")
-    std = of_value("std")
-    tolist = of_value("tolist")
-    var = of_value("var")
+    all, any, argmax, argmin = map(of_value, ("all", "any", "argmax", "argmin"))
+    item, std, tolist, var = map(of_value, ("item", "std", "tolist", "var"))
 
     def block_until_ready(self) -> "ScaledArray":
         """Wait until data and scale are computed, and return this array."""

@@ -94,8 +94,7 @@ def traced(where: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax
             f"{where}: expected a function that JAX can trace; got one that needs the values of "
             f"its arguments ({str(error).splitlines()[0]}). Use jax.lax.cond or jnp.where."
         ) from error
-    if program.jaxpr.effects:
-        effects = sorted({type(effect).__name__ for effect in program.jaxpr.effects})
+    if effects := sorted({type(effect).__name__ for effect in program.jaxpr.effects}):
         raise ValueError(
             f"{where}: expected a function without side effects; got {', '.join(effects)}. Remove "
             "jax.debug.print, callbacks and Refs."
