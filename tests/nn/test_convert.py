@@ -270,7 +270,6 @@ def test_layers_that_cannot_be_converted() -> None:
     [
         ({"*.pu": "fp8"}, None, r"no layer matches '\*.pu'; nearest are"),
         ("fp8_dynamc", None, "Did you mean 'fp8_dynamic'"),
-        ("fp8_unit", None, "is called 'fp8_e5m2' now"),
         (["*"], None, "rules must map patterns"),
         ({"*": 3}, None, "a rule must give a MatmulConfig.*got 3"),
         (None, {}, "no converted layers; call convert first"),

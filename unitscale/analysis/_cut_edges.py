@@ -14,7 +14,8 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from ..core import is_floating, scan_counts
-from ._program import Interpreter, Source, inner_program, leaves_of, source_of, traced
+from ..rules import traced
+from ._program import Interpreter, Source, inner_program, leaves_of, source_of
 
 _NO_GRADIENT = {"stop_gradient", "sign", "floor", "ceil", "round", "nextafter"}
 
@@ -96,7 +97,7 @@ def cut_edges(
         Blake, Orr, Luschi, "Unit Scaling", 2023, arXiv 2303.11257, section 4.3.
     """
     name = "unitscale.analysis.cut_edges"
-    closed = traced("cut_edges", fn, *args).jaxpr
+    closed = traced(name, fn, *args).jaxpr
     numbers = range(len(args)) if argnums is None else argnums
     numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if wrong := [n for n in numbers if not -len(args) <= n < len(args)]:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from ..core import is_floating, scan_counts
+from ..rules import traced
 from ._cut_edges import Edge, Graph
 from ._program import (
     Exact,
@@ -26,7 +27,6 @@ from ._program import (
     leaves_of,
     only_rounds,
     source_of,
-    traced,
     types_of,
 )
 
@@ -161,7 +161,7 @@ def check_gradients(
         given, rest = jax.tree.unflatten(treedef, xs)
         return loss(given, *rest)
 
-    program = traced("check_gradients", flat if callable(loss) else loss, *args)
+    program = traced(name, flat if callable(loss) else loss, *args)
     closed, out = program.jaxpr, program.out_info
     if len(jax.tree.leaves(out)) != 1 or getattr(out, "shape", None) != () or not is_floating(out):
         raise ValueError(
@@ -169,7 +169,7 @@ def check_gradients(
             f"{jax.tree.map(lambda a: f'{a.dtype}{list(a.shape)}', out)}. Return the loss alone, "
             "as its .value if it is a ScaledArray."
         )
-    of_given = traced("check_gradients", jax.grad(flat, argnums=tuple(chosen)), *args).jaxpr
+    of_given = traced(name, jax.grad(flat, argnums=tuple(chosen)), *args).jaxpr
 
     def both(*xs: Any) -> Any:
         true = jax.value_and_grad(lambda *xs: evaluate(closed, *xs)[0], argnums=tuple(chosen))

@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,27 +65,6 @@ def _source_of_one(eqn: Any) -> Source:
         if frame.file_name.startswith(_LIBRARY):
             library = where
     return Source(op, library, "/".join(reversed(layers)))
-
-
-def traced(where: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Traced:
-    """Trace a user's function, once per types of arguments; reject side effects."""
-    name = f"unitscale.analysis.{where}"
-    if not callable(fn):
-        raise TypeError(f"{name}: expected a function; got {type(fn).__name__}")
-    try:
-        program = jax.jit(fn).trace(*args, **kwargs)
-    except jax.errors.JAXTypeError as error:
-        raise TypeError(
-            f"{name}: expected a function that JAX can trace; got one that needs the values of its "
-            f"arguments ({str(error).splitlines()[0]}). Use jax.lax.cond or jnp.where for choices."
-        ) from error
-    if program.jaxpr.effects:
-        effects = sorted({type(effect).__name__ for effect in program.jaxpr.effects})
-        raise ValueError(
-            f"{name}: expected a function without side effects; got one with {', '.join(effects)}. "
-            "Remove jax.debug.print, callbacks and Refs."
-        )
-    return program
 
 
 def leaves_of(tree: Any) -> list[tuple[Any, str]]:

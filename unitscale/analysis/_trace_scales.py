@@ -16,7 +16,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..core import Format, amax, format_of, is_floating
-from ._program import Interpreter, Source, bind, inner_program, source_of, traced
+from ..rules import traced
+from ._program import Interpreter, Source, bind, inner_program, source_of
 
 # Primitives whose results hold the same numbers as an operand.
 _VIEWS = {"broadcast_in_dim", "copy", "copy_p", "expand_dims", "optimization_barrier", "reshape"}
@@ -197,7 +198,7 @@ def trace_scales(
     memory: dict[Any, Any] = {}
 
     def measured(*args: Any, **kwargs: Any) -> ScaleTrace:
-        program = traced("trace_scales", fn, *args, **kwargs)
+        program = traced(where, fn, *args, **kwargs)
         watcher = Watcher(kept, sample, memory)
         leaves, keystr = jax.tree_util.tree_leaves_with_path((args, kwargs)), jax.tree_util.keystr
         inputs = []
@@ -291,18 +292,13 @@ class Watcher(Interpreter):
 
     def note(self, eqn: Any, results: list[Any]) -> None:
         """Measure the floating results of an equation."""
-        found = [
-            (var, value)
-            for var, value in zip(eqn.outvars, results, strict=True)
-            if is_floating(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar"
-        ]
-
         if (where := tuple(self.calls)) not in self.memory:
             scope = "/".join(part for e in where if (part := str(e.source_info.name_stack)))
             self.memory[where] = source_of(*reversed(where)), eqn.primitive.name, scope
-        for var, value in found:
-            self.noted[id(value)] = len(self.records)
-            self.measure(value, _about(var.aval, *self.memory[where]))
+        for var, value in zip(eqn.outvars, results, strict=True):
+            if is_floating(var.aval) and jnp.size(value) and type(var).__name__ != "DropVar":
+                self.noted[id(value)] = len(self.records)
+                self.measure(value, _about(var.aval, *self.memory[where]))
 
     def _control(self, eqn: Any, operands: list[Any]) -> Any:
         """Execute control flow; programs with the same text are compiled once."""

@@ -71,6 +71,7 @@ from ._formats import (
     narrow as narrow,
     normal_pow2 as normal_pow2,
     pow2 as pow2,
+    storage_of as storage_of,
     upcast as upcast,
     wide_dtype as wide_dtype,
     widen as widen,

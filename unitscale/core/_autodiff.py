@@ -209,9 +209,7 @@ def _value_gradient(x: Any, cotangent: Any, key: Any, dtype: Any) -> Any:
         cotangent = materialize(narrow(cotangent, jnp.bfloat16))
     if is_scaled(x):  # the gradient of the data, divided by the scale
         cotangent = widen(cotangent) / to_float(x.full_scale)
-    if not narrows:
-        return cotangent
-    return quantized_gradient(cotangent, dtype, key)
+    return quantized_gradient(cotangent, dtype, key) if narrows else cotangent
 
 
 def quantized_gradient(gradient: jax.Array, dtype: Any, key: Any = None) -> Any:
@@ -321,14 +319,8 @@ def grad(
         A function with the arguments of ``fun`` that returns the gradients; with ``has_aux``,
         ``(gradients, aux)``.
     """
-    differentiate = value_and_grad(
-        fun,
-        argnums,
-        has_aux,
-        allow_int=allow_int,
-        gradients_dtype=gradients_dtype,
-        gradients_key=gradients_key,
-    )
+    options: dict[str, Any] = {"gradients_dtype": gradients_dtype, "gradients_key": gradients_key}
+    differentiate = value_and_grad(fun, argnums, has_aux, allow_int=allow_int, **options)
     return drop_value(differentiate, has_aux)
 
 

@@ -42,15 +42,15 @@ def _is_loss() -> bool:
 _MIRRORS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
-def mirror_asked_for() -> str:
+def reflected_method() -> str:
     """Return the reflected method for the operator of `jax.Array` that is calling.
 
     It is "__radd__" for an addition, and "" if no operator is calling. If the right operand has no
     ``__jax_array__``, `jax.Array` returns NotImplemented, and Python calls the reflected method. If
     JAX renames its operators, results become plain arrays.
     """
-    asks, _, name = sys._getframe(2).f_code.co_name.partition("_operator_")
-    return "" if asks or not name else f"__{_MIRRORS.get(name, 'r' + name)}__"
+    before, _, name = sys._getframe(2).f_code.co_name.partition("_operator_")
+    return "" if before or not name else f"__{_MIRRORS.get(name, 'r' + name)}__"
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

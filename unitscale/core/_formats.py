@@ -38,7 +38,8 @@ def check_choice(owner: str, name: str, value: object, choices: Any) -> None:
     if value in choices:
         return
     names = [choice for choice in choices if isinstance(choice, str)]
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
+    spelled = re.sub(r"^(b?)fp?(16|32)$", r"\1float\2", str(value).lower())  # such as bf16
+    near = difflib.get_close_matches(spelled, names, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(
         f"{owner}: {name} must be one of {', '.join(map(str, choices))}; got {value!r}.{hint}"
@@ -183,6 +184,21 @@ def format_of(dtype: Any) -> Format:
             f"{', '.join(sorted(_ALIASES))}, or 'E<e>M<m>' for a simulated one."
         )
     return _real_format(found)
+
+
+def storage_of(argument: str, dtype: Any) -> Format:
+    """Return a format in which arrays can be stored or sent; raise for any other.
+
+    ``argument`` is the function and its argument, such as ``"optim.scaled: weights"``.
+    """
+    fmt = format_of(dtype)
+    packed = fmt.name.startswith("float4")
+    if fmt.dtype is None or fmt.dtype.itemsize > 4 or not fmt.signed or packed:
+        raise ValueError(
+            f"unitscale.{argument} must be a float8, float16, bfloat16 or float32 format; got "
+            f"{fmt.name}"
+        )
+    return fmt
 
 
 def is_floating(x: Any) -> bool:

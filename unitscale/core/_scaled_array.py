@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from . import _arithmetic as arithmetic
 from ._arithmetic import Scale, as_scale, to_float
-from ._compat import mirror_asked_for
+from ._compat import reflected_method
 from ._formats import is_floating, widen
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ class ScaledArray:
 
     @property
     def __jax_array__(self) -> Callable[[], jax.Array] | None:  # None makes Python use __radd__
-        return None if hasattr(self, mirror_asked_for()) else lambda: self.value
+        return None if hasattr(self, reflected_method()) else lambda: self.value
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.asarray(self.value, dtype=dtype)
@@ -393,14 +393,8 @@ class ScaledArray:
 
     sum, mean, max, min = map(reduction, (jnp.sum, jnp.mean, jnp.max, jnp.min))
 
-    all = of_value("all")
-    any = of_value("any")
-    argmax = of_value("argmax")
-    argmin = of_value("argmin")
-    item = of_value("item")
-    std = of_value("std")
-    tolist = of_value("tolist")
-    var = of_value("var")
+    all, any, argmax, argmin = map(of_value, ("all", "any", "argmax", "argmin"))
+    item, std, tolist, var = map(of_value, ("item", "std", "tolist", "var"))
 
     def block_until_ready(self) -> "ScaledArray":
         """Wait until data and scale are computed, and return this array."""

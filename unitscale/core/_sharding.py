@@ -114,9 +114,7 @@ def batch_size_override() -> int | None:
 def num_batch_shards(*activations: jax.Array) -> int:
     """Return the number of shards of the global batch, if ``activations`` are one of them."""
     varied = frozenset().union(*map(varying, activations))
-    named = _AXES.value
-    if named is None:
-        named = varied
+    named = varied if _AXES.value is None else _AXES.value
     parts = [axis for axis in named if isinstance(axis, int)]
     axes = [a for a in named if a in varied or (isinstance(a, str) and _is_untracked(a))]
     return math.prod(parts) * math.prod(lax.axis_size(axis) for axis in axes)
@@ -150,8 +148,7 @@ def batch_axes(mesh: Any) -> tuple[str, ...]:
 
 def axes_size(names: Sequence[str]) -> int:
     """Return the number of devices along these axes of type `Auto`, in `jax.set_mesh`'s mesh."""
-    sizes = auto_axes()
-    return math.prod(sizes.get(name, 1) for name in names)
+    return math.prod(auto_axes().get(name, 1) for name in names)
 
 
 def dividing_axes(

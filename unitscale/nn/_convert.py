@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ..core import ScaledArray, reshard
+from ..core import ScaledArray, check_choice, reshard
 from ..quant import (
     PRESETS,
     MatmulConfig,
@@ -29,7 +29,7 @@ from ..quant import (
 )
 from ._amax import amax_state
 from ._params import read
-from ._policy import assign, did_you_mean, nodes_of, table
+from ._policy import assign, nodes_of, table
 
 ConfigLike: TypeAlias = MatmulConfig | str
 """A config, or the name of a preset: see `convert`."""
@@ -187,14 +187,7 @@ def _configs(rules: Any) -> dict[str, MatmulConfig | None]:
     configs = {}
     for pattern, config in rules.items():
         if isinstance(config, str):
-            if config not in PRESETS:
-                hint = did_you_mean(config, PRESETS)
-                if config == "fp8_unit":
-                    hint = " It is called 'fp8_e5m2' now."
-                raise ValueError(
-                    f"unitscale.nn.convert: a preset must be one of {', '.join(PRESETS)}; got "
-                    f"{config!r}.{hint}"
-                )
+            check_choice("unitscale.nn.convert", "a preset", config, PRESETS)
             config = PRESETS[config]
         elif config is not None and not isinstance(config, MatmulConfig):
             raise TypeError(

@@ -68,8 +68,8 @@ def value_and_grad(
         >>> sorted(grads), model.amax.get_value().scale[0]
         (['bias', 'kernel'], Array(4., dtype=float32))
     """
-    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "advance": advance}
     if f is None:
+        options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "advance": advance}
         options |= {"gradients_dtype": gradients_dtype, "gradients_key": gradients_key}
         return partial(value_and_grad, **options)
     dtype = gradients_format("nn.value_and_grad", gradients_dtype)

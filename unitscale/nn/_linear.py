@@ -102,13 +102,13 @@ class _KernelLayer(nnx.Module):
         y = op(
             x,
             kernel,
-            None if self.bias is None else self.bias.get_value(),
+            read(self.bias),
             constraint=self.constraint,
             config=config,
-            state=None if self.amax is None else self.amax.get_value(),
+            state=read(self.amax),
             **options,
         )
-        return y if out_sharding is None else reshard_output(y, out_sharding)
+        return reshard_output(y, out_sharding)
 
 
 class Dense(_KernelLayer):

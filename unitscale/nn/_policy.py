@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..core import ScaledArray, cast, format_of, upcast
+from ..core import ScaledArray, cast, check_choice, format_of, upcast
 from ..ops import ArrayLike
 from ..quant import PRESETS, Block, MatmulConfig, is_stateful
 from ..rules import ROLES
@@ -184,24 +183,13 @@ def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None)
         'float16'
     """
     if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(
-                f"unitscale.nn: policy must be one of {', '.join(POLICIES)} or a Policy; got "
-                f"{policy!r}.{did_you_mean(policy, POLICIES)}"
-            )
+        check_choice("unitscale.nn", "policy", policy, POLICIES)
         policy = POLICIES[policy]
     if not isinstance(policy, Policy):
         raise TypeError(f"unitscale.nn: policy must be a Policy or a preset's name; got {policy!r}")
     given = {"compute_dtype": dtype, "param_dtype": param_dtype}
     given = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(policy, **given) if given else policy
-
-
-def did_you_mean(name: str, names: Mapping[str, Any]) -> str:
-    """Return a hint at the nearest name, also for abbreviations such as fp16; "" for none."""
-    spelled = re.sub(r"^(b?)fp?(16|32)$", r"\1float\2", name.lower())
-    near = difflib.get_close_matches(spelled, names, 1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def set_policies(model: nnx.Module, rules: Mapping[str, PolicyLike]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from ..core import (
     TENSOR_AXES,
     ScaledArray,
     bounded_product,
+    broadcasts,
     constrain_sharding,
     custom_vjp,
     result_dtype,
@@ -33,7 +34,7 @@ from ._attention_kernels import (
     splash,
 )
 from ._attention_path import HEAD_AXES, Implementation, take_path, whole_heads
-from ._operands import ArrayLike, broadcasts_to, output_dtype, shape_error, unpack
+from ._operands import ArrayLike, output_dtype, shape_error, unpack
 
 
 def dot_product_attention(
@@ -182,7 +183,7 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> jax.Array | None:
             f"unitscale.ops.dot_product_attention: mask must be boolean; got dtype {mask.dtype}. "
             "True means attend."
         )
-    if not broadcasts_to(mask.shape, shape):
+    if not broadcasts(mask.shape, shape):
         expected = f"mask must broadcast to (batch, heads, time, source) {shape}"
         raise shape_error("dot_product_attention", expected, mask=mask.shape)
     return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)

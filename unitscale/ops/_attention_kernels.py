@@ -304,9 +304,35 @@ def splash(
 
     The kernel does not communicate: each device of a mesh needs all tokens of its heads.
     """
+    # Imported only where it is used, because the import takes a second.
+    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
+        splash_attention_kernel as kernels,
+        splash_attention_mask as masks,
+    )
+
+    names = "block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq"
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> Any:
+        time, source = q.shape[2], k.shape[2]
+        shape, is_full = (time, source), window == Window(None, None)
+        mask = masks.FullMask(shape) if is_full else masks.LocalMask(shape, window, 0)
+        rows, columns = (next(b for b in _SPLASH_BLOCKS if n % b == 0) for n in (time, source))
+        blocks = kernels.BlockSizes(
+            **dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows),
+            **dict.fromkeys(names, columns),
+        )
+        kernel = kernels.make_splash_mha(
+            masks.MultiHeadMask([mask] * q.shape[1]),
+            block_sizes=blocks,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        segments = None if ids is None else kernels.SegmentIds(q=ids, kv=ids)
+        return jax.vmap(kernel)(q, k, v, segments)
+
     q = (q.astype(jnp.float32) * factor).astype(q.dtype)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-    attend = partial(_splash, window=window, interpret=interpret)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jnp.swapaxes(attend(q, k, v, ids), 1, 2)
@@ -319,45 +345,5 @@ def splash(
         ids = None if ids is None else jax.sharding.reshard(ids, of_ids)
     # check_vma=False, because the kernel does not declare over which mesh axes its results vary.
     specs = (spec, spec, spec, of_ids)
-    attend = jax.shard_map(attend, in_specs=specs, out_specs=spec, check_vma=False)
-    y = attend(q, k, v, ids)
+    y = jax.shard_map(attend, in_specs=specs, out_specs=spec, check_vma=False)(q, k, v, ids)
     return jnp.swapaxes(jax.sharding.reshard(y, own) if mesh.explicit_axes else y, 1, 2)
-
-
-def _splash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    ids: jax.Array | None,
-    *,
-    window: Window,
-    interpret: bool,
-) -> jax.Array:
-    """Call the splash kernel with operands (batch, heads, time, d) and ids (batch, time)."""
-    # Imported only where it is used, because the import takes a second.
-    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
-        splash_attention_kernel as kernels,
-        splash_attention_mask as masks,
-    )
-
-    time, source = q.shape[2], k.shape[2]
-    shape, is_full = (time, source), window == Window(None, None)
-    mask = (
-        masks.FullMask(shape) if is_full else masks.LocalMask(shape, (window.left, window.right), 0)
-    )
-    rows, columns = (next(b for b in _SPLASH_BLOCKS if n % b == 0) for n in (time, source))
-    names = "block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq"
-    blocks = kernels.BlockSizes(
-        **dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), rows),
-        **dict.fromkeys(names, columns),
-    )
-    kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([mask] * q.shape[1]),
-        block_sizes=blocks,
-        head_shards=1,
-        q_seq_shards=1,
-        interpret=interpret,
-    )
-    segments = None if ids is None else kernels.SegmentIds(q=ids, kv=ids)
-    y: Any = jax.vmap(kernel)(q, k, v, segments)
-    return y

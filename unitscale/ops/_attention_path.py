@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 
-from ..core import CONTEXT_AXES, TENSOR_AXES, axes_size, gpu_capability
+from ..core import CONTEXT_AXES, TENSOR_AXES, axes_size, check_choice, gpu_capability
 
 Implementation = Literal["auto", "plain", "chunked", "cudnn", "splash"]
 """Implementations of `dot_product_attention`."""
@@ -89,11 +89,7 @@ def attention_path(
     settings = _TRACING.get()
     wanted: Any = {None: "auto", "xla": "plain"}.get(implementation, implementation)
     wanted = wanted if settings.forced == "auto" else settings.forced
-    if wanted not in get_args(Implementation):
-        raise ValueError(
-            f"{_NAME}: implementation must be one of {', '.join(get_args(Implementation))}; got "
-            f"{wanted!r}"
-        )
+    check_choice(_NAME, "implementation", wanted, Implementation)
     no_chunks = "dropout needs all weights at once" if dropout_rate else None
 
     def refusal_of(name: str) -> str | None:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from .. import rules
 from ..core import (
     ScaledArray,
+    broadcasts,
     custom_vjp,
     fsdp_devices,
     global_batch_size,
@@ -18,7 +19,7 @@ from ..core import (
     result_dtype,
     widen,
 )
-from ._operands import ArrayLike, broadcasts_to, output_dtype, shape_error, times, unpack
+from ._operands import ArrayLike, output_dtype, shape_error, times, unpack
 
 
 class _Specs(NamedTuple):
@@ -76,9 +77,7 @@ def embed(
         vocab: number of rows in use, if the last rows are padding; None for all.
         dtype: dtype of the result; None for the table's (bfloat16 for 8 bits).
     """
-    data, ids, factor, scale = _look_up("embed", ids, table, vocab)
-    dtype = result_dtype(data) if dtype is None else jnp.dtype(dtype)
-    return ScaledArray(_take(data, ids, factor, _specs(data, ids), dtype)[0], scale)
+    return _look_up("embed", ids, table, vocab, dtype)[0]
 
 
 def tied_embed(
@@ -94,17 +93,14 @@ def tied_embed(
         Press, Wolf, "Using the Output Embedding to Improve Language Models", 2017, arXiv
         1608.05859.
     """
-    data, ids, factor, scale = _look_up("tied_embed", ids, table, vocab)
-    dtype = result_dtype(data) if dtype is None else jnp.dtype(dtype)
-    rows, data = _take(data, ids, factor, _specs(data, ids), dtype)
-    kept = table.map_data(lambda _: data) if isinstance(table, ScaledArray) else data
-    return ScaledArray(rows, scale), kept
+    rows, data = _look_up("tied_embed", ids, table, vocab, dtype)
+    return rows, (table.map_data(lambda _: data) if isinstance(table, ScaledArray) else data)
 
 
 def _look_up(
-    op: str, ids: jax.Array, table: ArrayLike, vocab: int | None
-) -> tuple[jax.Array, jax.Array, float, Any]:
-    """Return the table's data, the checked ids, the backward factor and the scale of the rows."""
+    op: str, ids: jax.Array, table: ArrayLike, vocab: int | None, dtype: Any
+) -> tuple[ScaledArray, jax.Array]:
+    """Return the rows, and the table's data to pass to a tied readout."""
     data, scale = unpack(op, "table", table)
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -125,7 +121,9 @@ def _look_up(
         scale = _rows(scale, ids, _specs(scale, ids))  # one scale per row
     elif scale is not None:  # one per feature, or one for the table
         scale = jnp.reshape(scale, scale.shape[-1:] if jnp.size(scale) > 1 else ())
-    return data, ids, factor, scale
+    dtype = result_dtype(data) if dtype is None else jnp.dtype(dtype)
+    y, data = _take(data, ids, factor, _specs(data, ids), dtype)
+    return ScaledArray(y, scale), data
 
 
 @partial(custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -170,7 +168,7 @@ def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> Scal
     positions = jnp.asarray(positions)
     if data.ndim < 3 or data.shape[-1] % 2:
         raise shape_error("rotary", "x must be (..., time, heads, d) with even d", x=data.shape)
-    if not broadcasts_to(positions.shape, data.shape[:-2]):
+    if not broadcasts(positions.shape, data.shape[:-2]):
         shapes = {"x": data.shape, "positions": positions.shape}
         raise shape_error("rotary", "positions must broadcast to (..., time)", **shapes)
     return ScaledArray(_rotate(data, positions, float(base), 1.0, output_dtype(x)), scale)

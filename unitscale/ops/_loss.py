@@ -2,7 +2,7 @@
 
 import math
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from ..core import (
     TENSOR_AXES,
     axes_size,
     batch_size_override,
+    check_choice,
     custom_vjp,
     dithered,
     narrow,
@@ -161,10 +162,7 @@ def check_labels(
     op: str, labels: Any, where: Any, reduction: str
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return labels and ``where`` as arrays, or raise if their dtypes are wrong."""
-    if reduction not in get_args(Reduction):
-        raise ValueError(
-            f"unitscale.ops.{op}: reduction must be 'mean', 'sum' or 'none'; got {reduction!r}"
-        )
+    check_choice(f"unitscale.ops.{op}", "reduction", reduction, Reduction)
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"unitscale.ops.{op}: labels must be integers; got dtype {labels.dtype}")

@@ -105,12 +105,6 @@ def broadcast_shapes(op: str, expected: str, **shapes: tuple[int, ...]) -> tuple
         raise shape_error(op, expected, **shapes) from None
 
 
-def broadcasts_to(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Return whether an array of shape ``shape`` broadcasts to shape ``target``."""
-    pairs = zip(shape[::-1], target[::-1], strict=False)
-    return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
-
-
 def shape_error(op: str, expected: str, hint: str = "", /, **shapes: tuple[int, ...]) -> ValueError:
     """Return a ValueError for operands whose shapes do not fit."""
     got = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())

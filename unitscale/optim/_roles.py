@@ -61,6 +61,8 @@ def _optax_name(x: Any) -> str:
 
 def check_first_steps(state: Any, weights: Any) -> None:
     """Raise an error if rounded weights would lose the first steps of a transformation."""
+    if weights is None or format_of(weights).eps <= format_of(jnp.float32).eps:
+        return
     leaves = jax.tree.leaves(state, is_leaf=lambda x: _optax_name(x) in _TINY_STEPS)
     if tiny := [name for x in leaves if (name := _optax_name(x))]:
         raise ValueError(

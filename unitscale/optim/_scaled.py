@@ -1,7 +1,7 @@
 """Optimizer state and weights in 16 and 8 bits, around any optax transformation."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..core import CastRounding, format_of, is_float8, is_scaled, to_array, widen
+from ..core import CastRounding, check_choice, is_float8, is_scaled, storage_of, to_array, widen
 from ._roles import Moments, check_first_steps, formats_of, path_name, store_state
 from ._storage import (
     WITHIN_SCALIFY,
     add_updates,
-    check_dtype,
     gather_scales,
     inspect,
     is_floating,
@@ -274,15 +273,12 @@ def scaled(
         section 2.2; Balanca et al., "Scalify", 2024, arXiv 2407.17353, section 4.
     """
     _check_transformation("scaled", inner)
-    if rounding not in get_args(CastRounding):
-        raise ValueError(
-            f"unitscale.optim.scaled: rounding must be 'nearest' or 'stochastic'; got {rounding!r}"
-        )
+    check_choice("unitscale.optim.scaled", "rounding", rounding, CastRounding)
     if not (isinstance(min_size, int) and min_size >= 0):
         raise ValueError(
             f"unitscale.optim.scaled: min_size must be a number of entries; got {min_size!r}"
         )
-    weights = None if weights is None else check_dtype("scaled", "weights", weights)
+    weights = None if weights is None else storage_of("optim.scaled: weights", weights).dtype
     formats_of(moments, block)  # raises for invalid formats
     extra = isinstance(inner, (optax.GradientTransformationExtraArgs, optax.MultiSteps))
 
@@ -306,8 +302,7 @@ def scaled(
     def init(params: Any) -> ScaledState:
         _check_params(params, weights, min_size)
         state = inner.init(values(params))
-        if weights is not None and format_of(weights).eps > format_of(jnp.float32).eps:
-            check_first_steps(state, weights)
+        check_first_steps(state, weights)
         state = store_state(state, params, moments, block, min_size)
         is_seed = jnp.issubdtype(jnp.result_type(key), jnp.integer) and not jnp.ndim(key)
         own = jax.random.key(key) if is_seed else jax.random.clone(key)  # a copy, as above

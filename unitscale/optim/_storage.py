@@ -20,6 +20,7 @@ from ..core import (
     is_scaled,
     rms,
     scale_near,
+    storage_of,
     to_float,
     widen,
 )
@@ -79,24 +80,12 @@ class Moment:
     stack_axes: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", check_dtype("Moment", "dtype", self.dtype))
+        object.__setattr__(self, "dtype", storage_of("optim.Moment: dtype", self.dtype).dtype)
         if self.block is not None and not (isinstance(self.block, int) and self.block > 0):
             raise ValueError(
                 "unitscale.optim.Moment: block must be a positive number of entries or None; got "
                 f"{self.block!r}"
             )
-
-
-def check_dtype(where: str, name: str, dtype: Any) -> Any:
-    """Return the dtype of a format; raise an error if it cannot store weights and moments."""
-    fmt = format_of(dtype)
-    dtype = fmt.dtype
-    if dtype is None or not fmt.signed or dtype.itemsize > 4 or fmt.name.startswith("float4"):
-        raise ValueError(
-            f"unitscale.optim.{where}: {name} must be a float8, float16, bfloat16 or float32 "
-            f"format; got {fmt.name}"
-        )
-    return dtype
 
 
 @jax.tree_util.register_dataclass

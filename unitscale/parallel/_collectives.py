@@ -21,15 +21,16 @@ from ..core import (
     amax,
     auto_axes,
     cast,
+    check_choice,
     exchange_in,
     exponent_of,
-    format_of,
     gradients_format,
     is_float8,
     is_scaled,
     narrow,
     pow2,
     round_to_pow2,
+    storage_of,
     widen,
 )
 
@@ -41,20 +42,8 @@ _SharedScale: TypeAlias = tuple[jax.Array, jax.Array]  # a scale and its inverse
 _SMALLEST, _LARGEST = -126, 126  # exponents whose power of two and its inverse are normal numbers
 
 
-def wire_format(where: str, dtype: Any) -> Format:
-    """Return the format of an exchange: float8, float16, bfloat16 or float32."""
-    fmt = format_of(dtype)
-    packed = fmt.dtype is not None and fmt.dtype.name.startswith("float4")
-    if fmt.dtype is None or fmt.dtype.itemsize > 4 or not fmt.signed or packed:
-        raise ValueError(
-            f"unitscale.parallel.{where}: dtype must be a float8, float16, bfloat16 or float32 "
-            f"format; got {fmt.name}"
-        )
-    return fmt
-
-
 def _dtype(fmt: Format) -> np.dtype:
-    assert fmt.dtype is not None, "wire_format rejects simulated formats"
+    assert fmt.dtype is not None, "storage_of rejects simulated formats"
     return fmt.dtype
 
 
@@ -105,11 +94,7 @@ def _device_keys(
     where: str, rounding: CastRounding, key: jax.Array | None, axis_name: AxisName, count: int
 ) -> Sequence[Any]:
     """Return one key per tensor, different on each device so that devices round differently."""
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(
-            f"unitscale.parallel.{where}: rounding must be 'nearest' or 'stochastic'; got "
-            f"{rounding!r}"
-        )
+    check_choice(f"unitscale.parallel.{where}", "rounding", rounding, CastRounding)
     if rounding == "nearest":
         return [None] * count
     if key is None:
@@ -201,7 +186,8 @@ def exchange(
 ) -> tuple[Any, list[jax.Array]]:
     """Run `all_reduce`; if ``count``, also return the share of saturated entries per leaf."""
     devices = axis_size(where, axis_name)
-    large, little = wire_format(where, dtype), wire_format(where, small_dtype)
+    large = storage_of(f"parallel.{where}: dtype", dtype)
+    little = storage_of(f"parallel.{where}: small_dtype", small_dtype)
     leaves, structure = _gradient_leaves(where, grads, axis_name)
     mus = [mu] * len(leaves)
     if jax.tree.structure(mu) == structure:
@@ -300,8 +286,7 @@ def all_reduce(
         Peng et al., "FP8-LM: Training FP8 Large Language Models", 2023, arXiv 2310.18313,
         section 2.1 (one shared scale per tensor; here the sum is wide rather than FP8).
     """
-    where = "all_reduce"
-    return exchange(where, grads, mu, axis_name, dtype, rounding, key, small, small_dtype)[0]
+    return exchange("all_reduce", grads, mu, axis_name, dtype, rounding, key, small, small_dtype)[0]
 
 
 def reduce_scatter(
@@ -335,7 +320,7 @@ def reduce_scatter(
         ValueError: if the axis cannot be scattered, or for arguments that `all_reduce` rejects.
     """
     where = "reduce_scatter"
-    devices, fmt = axis_size(where, axis_name), wire_format(where, dtype)
+    devices, fmt = axis_size(where, axis_name), storage_of(f"parallel.{where}: dtype", dtype)
     if any(map(is_scaled, jax.tree.leaves(grads, is_leaf=is_scaled))):
         raise TypeError(
             f"unitscale.parallel.{where}: grads must be plain arrays, as a scale cannot be "
@@ -406,7 +391,7 @@ def all_gather(
     """
     where = "all_gather"
     axis_size(where, axis_name)
-    fmt = wire_format(where, dtype)
+    fmt = storage_of(f"parallel.{where}: dtype", dtype)
     if _dtype(fmt).itemsize > 2:
         raise ValueError(
             f"unitscale.parallel.{where}: dtype must have at most 16 bits; got {fmt.name}. Use "

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import export, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from ..core import CastRounding, batch_over, is_scaled, to_array, value_and_grad, widen
+from ..core import CastRounding, batch_over, is_scaled, storage_of, to_array, value_and_grad, widen
 from ._auto_scale import AutoScale
-from ._collectives import AxisName, all_reduce, wire_format
+from ._collectives import AxisName, all_reduce
 
 
 class ParallelState(NamedTuple):
@@ -78,7 +78,7 @@ def train_step(
     References:
         Peng et al., "FP8-LM", 2023, arXiv 2310.18313, section 2.1.
     """
-    where = "unitscale.parallel.train_step"
+    where, scaled_step = "unitscale.parallel.train_step", getattr(optimizer, "step", None)
     if not callable(getattr(optimizer, "update", None)):
         raise TypeError(
             f"{where}: optimizer must be an optax transformation; got {type(optimizer).__name__}"
@@ -89,7 +89,7 @@ def train_step(
             f"{where}: axis_name must name axes of the mesh; got {axis_name!r} for the axes "
             f"{', '.join(mesh.shape)}"
         )
-    wire_format("train_step", dtype)
+    storage_of("parallel.train_step: dtype", dtype)
     devices = math.prod(mesh.shape[name] for name in names)
 
     def part(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -106,8 +106,8 @@ def train_step(
         else:
             grads, auto = auto.all_reduce(grads, axis_name, dtype, **settings)
         grads = jax.tree.map(lambda g: g * devices, grads)
-        if callable(getattr(optimizer, "step", None)):
-            params, opt_state = optimizer.step(state.params, state.opt_state, grads)
+        if scaled_step is not None:
+            params, opt_state = scaled_step(state.params, state.opt_state, grads)
         else:
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = jax.tree.map(
@@ -122,8 +122,8 @@ def train_step(
                     f"{where}: the batch must be divisible by the {devices} devices of "
                     f"{axis_name!r}; got a leaf of shape {jnp.shape(x)}"
                 )
-        is_plain = not callable(getattr(optimizer, "step", None))
-        if is_plain and any(map(is_scaled, jax.tree.leaves(state.params, is_leaf=is_scaled))):
+        found = any(map(is_scaled, jax.tree.leaves(state.params, is_leaf=is_scaled)))
+        if found and scaled_step is None:
             raise TypeError(
                 f"{where}: optimizer must be of unitscale.optim.scaled for ScaledArray parameters; "
                 f"got {type(optimizer).__name__}, which would update data and scale separately"

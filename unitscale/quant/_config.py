@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Literal, TypeAlias
 
-from ..core import format_of
+from ..core import check_choice, format_of
 
 
 def _check(fits: bool, argument: str, expected: str, got: Any) -> None:
@@ -46,8 +46,8 @@ class Dynamic:
     margin: int = 0
 
     def __post_init__(self) -> None:
-        known = self.granularity in ("tensor", "channel")
-        _check(known, "Dynamic: granularity", "'tensor' or 'channel'", self.granularity)
+        choices = ("tensor", "channel")
+        check_choice("unitscale.quant.Dynamic", "granularity", self.granularity, choices)
         _check_count("Dynamic: margin", self.margin, 0, "powers of two")
 
 
@@ -73,7 +73,7 @@ class Delayed:
     def __post_init__(self) -> None:
         _check_count("Delayed: history", self.history, 1, "steps")
         _check_count("Delayed: margin", self.margin, 0, "powers of two")
-        _check(self.use in ("max", "latest"), "Delayed: use", "'max' or 'latest'", self.use)
+        check_choice("unitscale.quant.Delayed", "use", self.use, ("max", "latest"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +144,8 @@ class Block:
         fits = len(dims) == 3 and all(n in (1, 2) for n in dims)
         _check(fits, "Block: dims", "1, 2 or three of these, for (lhs, rhs, cotangent)", self.dims)
         name = format_of(self.scale_format).name
-        known = name in ("float8_e8m0fnu", "float8_e4m3fn", "float32")
-        expected = "'float8_e8m0fnu', 'float8_e4m3fn' or 'float32'"
-        _check(known, "Block: scale_format", expected, name)
+        choices = ("float8_e8m0fnu", "float8_e4m3fn", "float32")
+        check_choice("unitscale.quant.Block", "scale_format", name, choices)
         fits = not self.tensor_scale or name == "float8_e4m3fn"
         _check(fits, "Block: tensor_scale", "False unless scale_format is 'float8_e4m3fn'", True)
         object.__setattr__(self, "dims", dims[0] if len(set(dims)) == 1 else dims)
@@ -217,9 +216,8 @@ class MatmulConfig:
         _check(fits, "MatmulConfig: hadamard", "False unless strategy is Block", True)
         fits = not (self.hadamard and self.wide_weight_gradient)
         _check(fits, "MatmulConfig: hadamard", "False with wide_weight_gradient", True)
-        known = self.accumulation in ("fast", "fast_forward", "exact")
-        expected = "'fast', 'fast_forward' or 'exact'"
-        _check(known, "MatmulConfig: accumulation", expected, self.accumulation)
+        choices = ("fast", "fast_forward", "exact")
+        check_choice("unitscale.quant.MatmulConfig", "accumulation", self.accumulation, choices)
         e5m2 = []
         for name in ("lhs", "rhs", "cotangent"):
             fmt = format_of(getattr(self, name))

@@ -311,15 +311,16 @@ class Core:
         return rhs.map_data(lambda x: _lowering.named(reshard_bits(x, whole), "gathered"))
 
     def both_layouts(self, x: Any, which: int) -> tuple[Any, Any]:
-        """Return a quantized operand for its two matmuls; for the second it may be `Moved`.
+        """Return a quantized tensor for each of its two matmuls, in the order in which they run.
 
-        The second is the weight gradient, or the forward matmul for the right operand.
+        It may be `Moved` for the weight gradient, and the right operand for the forward matmul.
         """
         labels = (self.spec.lhs, self.spec.rhs, self.spec.out)[which]
         summed = self.spec.summed if which == RHS else self.spec.grad_rhs.summed
         if not labels.startswith(summed):
             return x, x
-        return _lowering.both_layouts(x, len(summed), stored=which == RHS)
+        same, moved = _lowering.both_layouts(x, len(summed), stored=which == RHS)
+        return (moved, same) if which == RHS else (same, moved)
 
     def weight_gradient(
         self, lhs: Any, cotangent: Any, groups: Any, factor: Any, dtype: Any
@@ -328,7 +329,7 @@ class Core:
         del groups
         spec = _in_layouts(self.spec.grad_rhs, lhs, cotangent)
         if isinstance(lhs, Moved):  # XLA would merge matmuls and copy their operands together
-            lhs, cotangent = jax.lax.optimization_barrier((lhs, cotangent))
+            lhs, cotangent = lax.optimization_barrier((lhs, cotangent))
         lhs, cotangent = _lowering.operand_of(lhs), _lowering.operand_of(cotangent)
         multiply = partial(scaled_matmul, exact=self.exact(forward=False))
         label, count = self.spec.out[:1], 1
@@ -435,8 +436,7 @@ def _operands(core, x, which, state):
     quantized = core.gather(quantized) if which == RHS else named(quantized)
     if core.requantizes(which):
         return quantized, named(core.for_backward(x, which, state)), seen
-    first, second = core.both_layouts(quantized, which)
-    return *((second, first) if which == RHS else (first, second)), seen
+    return *core.both_layouts(quantized, which), seen
 
 
 def _matmul_bwd(core, residuals, cotangent):

@@ -59,12 +59,10 @@ from ._residual import umup_learning_rate as umup_learning_rate  # Learning rate
 
 # For the other packages of the library.
 from ._attention import logit_factor as logit_factor
-from ._residual import (
-    ROLES as ROLES,
-    ResidualFactors as ResidualFactors,
-)
+from ._residual import ROLES as ROLES, ResidualFactors as ResidualFactors
 from ._simulate import (
     Simulation as Simulation,
     closed_form as closed_form,
     simulate as simulate,
+    traced as traced,
 )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import is_floating
+from ..core import is_floating, is_scaled
 from ._elementwise import compile_time, elementwise
 from ._linear import Factors, matmul
 from ._residual import add
@@ -83,6 +83,25 @@ def _is_elementwise(fn: Callable[..., Any], shape: tuple[int, ...]) -> bool:
         return False
 
 
+def traced(where: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    """Trace the function that a user gave to `where`, once per types; reject side effects."""
+    if not callable(fn):
+        raise TypeError(f"{where}: expected a function; got {type(fn).__name__}")
+    try:
+        program = jax.jit(fn).trace(*args, **kwargs)
+    except jax.errors.JAXTypeError as error:
+        raise TypeError(
+            f"{where}: expected a function that JAX can trace; got one that needs the values of "
+            f"its arguments ({str(error).splitlines()[0]}). Use jax.lax.cond or jnp.where."
+        ) from error
+    if effects := sorted({type(effect).__name__ for effect in program.jaxpr.effects}):
+        raise ValueError(
+            f"{where}: expected a function without side effects; got {', '.join(effects)}. Remove "
+            "jax.debug.print, callbacks and Refs."
+        )
+    return program
+
+
 def simulate(
     fn: Callable[..., Any], example: Sequence[Any], *, seeds: int = 32, name: str = "simulate"
 ) -> Simulation:
@@ -115,8 +134,6 @@ def simulate(
     where = f"unitscale.{name}"
     if seeds < 2:
         raise ValueError(f"{where}: seeds must be at least 2, for an interval; got {seeds}")
-    if not callable(fn):
-        raise TypeError(f"{where}: expected a function; got {type(fn).__name__}")
     if hasattr(example, "dtype"):
         raise TypeError(
             f"{where}: expected a sequence of example arguments; got one array. Put it in a list."
@@ -133,19 +150,8 @@ def simulate(
         return fn(*(given.get(i, x) for i, x in enumerate(example)))
 
     shapes = [jax.ShapeDtypeStruct(np.shape(example[i]), np.float32) for i in floats]
-    try:
-        closed, out = jax.make_jaxpr(of_floats, return_shape=True)(*shapes)
-    except jax.errors.JAXTypeError as error:
-        raise TypeError(
-            f"{where}: expected a function that JAX can trace; got one that needs the values of "
-            f"its arguments ({str(error).splitlines()[0]})"
-        ) from error
-    if closed.effects:
-        raise ValueError(
-            f"{where}: expected a function without side effects; got one with jax.debug.print or "
-            "similar. Remove it."
-        )
-    if not isinstance(out, jax.ShapeDtypeStruct) or not is_floating(out):
+    out = traced(where, of_floats if callable(fn) else fn, *shapes).out_info
+    if is_scaled(out) or not is_floating(out):
         raise TypeError(f"{where}: expected a function that returns one floating array; got {out}")
     is_loss = out.shape == ()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..core import format_of
+from ..core import check_choice, format_of
 from ._interpreter import Interpreter, register
 from ._rules_arrays import narrowed
 from ._values import (
@@ -32,7 +32,6 @@ from ._values import (
 
 Direction = Literal["forward", "backward", "both"]
 """Whether a marker such as `cast_data` acts on the value, on its cotangent, or on both."""
-_DIRECTIONS = get_args(Direction)
 
 # The action of a marker on a value: its name and its static argument.
 Action = tuple[str, Any]
@@ -107,18 +106,15 @@ ad.primitive_jvps[data_scale_p] = _data_scale_jvp
 batching.primitive_batchers[data_scale_p] = _data_scale_batch
 
 
-def _each(name: str, x: Any, function: Callable[[Any], Any]) -> Any:
+def _floating(name: str, x: Any) -> jax.Array:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"unitscale.{name}: expected a floating array; got dtype {x.dtype}")
-    return function(x)
+        raise TypeError(f"unitscale.{name}: x must be a floating array; got dtype {x.dtype}")
+    return x
 
 
 def _sides(name: str, on: str, action: Action) -> tuple[Action | None, Action | None]:
-    if on not in _DIRECTIONS:
-        raise ValueError(
-            f"unitscale.{name}: on must be one of {', '.join(_DIRECTIONS)}; got {on!r}"
-        )
+    check_choice(f"unitscale.{name}", "on", on, Direction)
     return (action if on != "backward" else None), (action if on != "forward" else None)
 
 
@@ -147,11 +143,11 @@ def set_scaling(x: Any, scale: Any, *, on: Direction = "forward") -> Any:
             f"unitscale.set_scaling: scale must be a scalar; got shape {jnp.shape(scale)}"
         )
     concrete = not isinstance(scale, Tracer)
-    if concrete and not (isinstance(scale, bool) is False and 0 < float(scale) < float("inf")):
+    if concrete and (isinstance(scale, bool) or not 0 < float(scale) < float("inf")):
         raise ValueError(f"unitscale.set_scaling: scale must be positive and finite; got {scale!r}")
     forward, backward = _sides("set_scaling", on, ("set", None))
     scale = lax.stop_gradient(jnp.asarray(scale, jnp.float32))
-    return _each("set_scaling", x, lambda y: _bind(y, [scale], forward, backward))
+    return _bind(_floating("set_scaling", x), [scale], forward, backward)
 
 
 def stop_scaling(x: Any) -> Any:
@@ -162,7 +158,7 @@ def stop_scaling(x: Any) -> Any:
         >>> print(scalify(stop_scaling)(as_scaled(jnp.full(2, 8.0))))
         [8. 8.]
     """
-    return _each("stop_scaling", x, lambda y: _bind(y, (), ("stop", None), None))
+    return _bind(_floating("stop_scaling", x), (), ("stop", None), None)
 
 
 def get_data_scale(x: Any) -> tuple[Any, Any]:
@@ -174,7 +170,7 @@ def get_data_scale(x: Any) -> tuple[Any, Any]:
         >>> print(data, scale)
         [1. 1.] 8.0
     """
-    data, scale = _each("get_data_scale", x, data_scale_p.bind)
+    data, scale = data_scale_p.bind(_floating("get_data_scale", x))
     return data, scale
 
 
@@ -199,13 +195,9 @@ def dynamic_rescale(x: Any, statistic: Statistic = "rms", *, on: Direction = "fo
         >>> print(f(as_scaled(jnp.full(2, 3.0))).data)
         [1.125 1.125]
     """
-    if statistic not in get_args(Statistic):
-        raise ValueError(
-            "unitscale.dynamic_rescale: statistic must be one of "
-            f"{', '.join(get_args(Statistic))}; got {statistic!r}"
-        )
+    check_choice("unitscale.dynamic_rescale", "statistic", statistic, Statistic)
     forward, backward = _sides("dynamic_rescale", on, ("rescale", statistic))
-    return _each("dynamic_rescale", x, lambda y: _bind(y, (), forward, backward))
+    return _bind(_floating("dynamic_rescale", x), (), forward, backward)
 
 
 def cast_data(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
@@ -236,7 +228,7 @@ def cast_data(x: Any, dtype: Any, *, on: Direction = "forward") -> Any:
         Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv 2209.05433.
     """
     forward, backward = _sides("cast_data", on, ("cast", format_of(dtype)))
-    return _each("cast_data", x, lambda y: _bind(y, (), forward, backward))
+    return _bind(_floating("cast_data", x), (), forward, backward)
 
 
 @register("marker", marker_p)
@@ -255,11 +247,11 @@ def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
         dtype = jnp.promote_types(x.dtype, argument.dtype)
         return Value(lax.convert_element_type(x.data, dtype), x.scale, dtype, x.steps)
     wide, held = x.wide(), jnp.result_type(x.data) if x.is_stored else x.dtype
-    scale = _asked(rest[0]) if kind == "set" else Scale(0, unit_of(wide, argument))
+    scale = _scale_to_set(rest[0]) if kind == "set" else Scale(0, unit_of(wide, argument))
     return Value(fit(times(wide, scale.inverse()), held), scale, x.dtype, 0)
 
 
-def _asked(value: Value) -> Scale:
+def _scale_to_set(value: Value) -> Scale:
     """Return the scale that a marker sets: static if it is known to be a power of two."""
     number = value.const if value.scale is None else None
     if number is None:

@@ -163,9 +163,7 @@ _FUNCTIONS = """
 """
 _SUMS = ["add", "sub", "add_any", "reduce_sum", "cumsum", "reduce_window_sum"]
 _SUMS += ["select_and_scatter_add", "select_and_gather_add"]
-_COMPARISONS = """
-    eq ne lt le gt ge eq_to lt_to le_to argmax argmin is_finite
-"""
+_COMPARISONS = "eq ne lt le gt ge eq_to lt_to le_to argmax argmin is_finite"
 
 
 @register("wide", *_FUNCTIONS.split(), *_COMPARISONS.split())
@@ -269,26 +267,10 @@ def bitcast(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
 
 # -- the default ---------------------------------------------------------------------------------
 
-_LINEAR_ALGEBRA = [
-    "cholesky",
-    "cholesky_update",
-    "eig",
-    "eigh",
-    "geqp3",
-    "geqrf",
-    "hessenberg",
-    "householder_product",
-    "linear_solve",
-    "lu",
-    "ormqr",
-    "qr",
-    "schur",
-    "svd",
-    "symmetric_product",
-    "triangular_solve",
-    "tridiagonal",
-    "tridiagonal_solve",
-]
+_LINEAR_ALGEBRA = """
+    cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product linear_solve lu
+    ormqr qr schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve
+"""
 _GENERIC = """
     clamp_gradient linear_call mulhi random_gamma reduce reduce_window rng_uniform scatter_mul
     select_and_scatter
@@ -314,13 +296,13 @@ def _default(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> ob
     return interpreter.default(eqn, values)
 
 
-def _never(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> object:
+def _without_scale(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> object:
     """Apply unchanged: integers, keys and tokens have no scale."""
     return interpreter.default(eqn, values)
 
 
-register("without scale", *_INTEGERS.split())(_never)
-register("default: linear algebra", *_LINEAR_ALGEBRA)(_default)
+register("without scale", *_INTEGERS.split())(_without_scale)
+register("default: linear algebra", *_LINEAR_ALGEBRA.split())(_default)
 register("default: generic reductions and solves", *_GENERIC.split())(_default)
 register("default: internal", "call_hi_primitive", "custom_lin", "eval_jaxpr", "stage")(_default)
 register("default: code outside JAX", *_OUTSIDE.split())(_default)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from ._interpreter import ELEMENTWISE, Interpreter, Settings, register
-from ._values import Scale, Value, aval_of, data_dtype, is_float, same_type, wide_value
+from ._values import Scale, Value, aval_of, is_float, same_type, wide_value
 
 # -- values as arrays that an inner program takes --------------------------------------------------
 
@@ -143,12 +143,12 @@ def jit(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[Va
     if is_elementwise and is_bare and not any(params["donated_invars"]):  # such as `jnp.where`
         return interpreter.run(inner.jaxpr, inner.consts, values)
     packed = pack(values)
-    traced = trace(interpreter.settings, eqn.params["jaxpr"], packed)
+    traced = trace(interpreter.settings, inner, packed)
     closed, consts = _without_consts(traced, packed)
     scales, made = len(packed.scales), len(closed.out_avals) - len(traced.specs)
 
     def extended(name: str, fill: Any, before: int, after: int) -> tuple[Any, ...]:
-        return (*[fill] * before, *eqn.params[name], *[fill] * after)
+        return (*[fill] * before, *params[name], *[fill] * after)
 
     results = interpreter.bind(
         eqn,
@@ -198,10 +198,7 @@ def cond(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
     branches = [trace(interpreter.settings, b, packed) for b in eqn.params["branches"]]
     places = list(zip(*(b.specs for b in branches), strict=True))
     scaled = [[s.dtype for s in specs if s.log2 is not None] for specs in places]
-    types = [
-        data_dtype(*(Value(np.zeros((), t), Scale(), t) for t in ts)) if ts else None
-        for ts in scaled
-    ]
+    types = [np.dtype(jnp.result_type(*ts)) if ts else None for ts in scaled]
 
     def leaving(branch: Traced) -> Callable[[], list[Any]]:
         def run() -> list[Any]:

@@ -141,19 +141,12 @@ def _contract(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value], term
     return Value(data, scale.shift(growth), dtype, steps)
 
 
-@register("contraction", "dot_general")
+@register("contraction", "dot_general", "ragged_dot_general")
 def dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
     """Multiply data and scales; divide the data by the root of the contracted size."""
-    contracted = eqn.params["dimension_numbers"][0][0]
-    terms = known_terms(values[0].shape[axis] for axis in contracted)
-    return _contract(interpreter, eqn, values, terms)
-
-
-@register("contraction", "ragged_dot_general")
-def ragged_dot_general(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
-    """Treat a grouped matmul as `dot_general`."""
-    contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
-    terms = known_terms(values[0].shape[axis] for axis in contracted)
+    grouped = eqn.params.get("ragged_dot_dimension_numbers")
+    dims = eqn.params["dimension_numbers"] if grouped is None else grouped.dot_dimension_numbers
+    terms = known_terms(values[0].shape[axis] for axis in dims[0][0])
     return _contract(interpreter, eqn, values, terms)
 
 

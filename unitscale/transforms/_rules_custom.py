@@ -8,6 +8,7 @@ cotangent is the value's cotangent multiplied by the scale.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,22 +18,16 @@ from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.interpreters import ad
 
 from ._interpreter import Interpreter, Settings, register
-from ._rules_calls import Packed, Spec, Traced, pack, trace, unpack
+from ._rules_calls import Spec, pack, trace, unpack
 from ._values import Scale, Value, aval_of, data_at, is_float, narrow, widen
 
 
 @jax.tree_util.register_static
+@dataclass(frozen=True)
 class _Static:
     """Specs as a static node of a pytree."""
 
-    def __init__(self, specs: tuple[Spec, ...]):
-        self.specs = specs
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.specs == other.specs
-
-    def __hash__(self) -> int:
-        return hash(self.specs)
+    specs: tuple[Spec, ...]
 
 
 def _interpret(
@@ -97,90 +92,69 @@ def custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     packed = pack(values)
     traced = trace(settings, eqn.params["call_jaxpr"], packed)
     primal = jaxpr_as_fun(traced.closed)
-    _, forward, backward = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
     function = jax.custom_vjp(lambda *arrays: primal(*arrays))
-    function.defvjp(
-        lambda *arrays: _forward(settings, eqn, forward, primal, packed, traced, arrays),
-        lambda saved, cotangents: _backward(settings, eqn, backward, packed, saved, cotangents),
-    )
+    _, forward, backward = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
+    in_avals, out_avals = ([aval_of(v) for v in vs] for vs in (eqn.invars, eqn.outvars))
+
+    def fwd(*arrays: Any) -> tuple[list[Any], Any]:
+        def rule(*xs: Any) -> list[Any]:
+            return forward.call_wrapped(*(item for x in xs for item in (x, True)))
+
+        inputs = unpack(packed.specs, arrays)
+        found = _interpret(settings, rule, inputs, [aval.dtype for aval in in_avals])
+        results = primal(*arrays)
+        outputs = traced.rebuild(results, arrays[len(inputs) :])
+        # Residuals that are inputs are not among the results.
+        _, _, forwarded = eqn.params["out_trees"]()
+        rest = iter(found[: len(found) - len(outputs)])
+        residuals = [next(rest) if f is None else inputs[f] for f in forwarded]
+        # The backward pass needs the scales of inputs and outputs, but not their data.
+        empty = [
+            Value(
+                jnp.zeros((0,), v.data.dtype if is_float(v.data) else np.float32), v.scale, v.dtype
+            )
+            for v in (*inputs, *outputs)
+        ]
+        saved = pack([*residuals, *empty])
+        return results, (saved.arrays, _Static(saved.specs))
+
+    def bwd(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        arrays, static = saved
+        values = unpack(static.specs, arrays)
+        first, last = len(values) - len(in_avals) - len(out_avals), len(values) - len(out_avals)
+        residuals, xs, ys = values[:first], values[first:last], values[last:]
+        floats = [i for i, aval in enumerate(out_avals) if is_float(aval)]
+        given = [Value(cotangents[i], _inverse(ys[i].scale), ys[i].dtype) for i in floats]
+        kept: list[int] = []
+
+        def rule(*items: Any) -> list[Any]:
+            known = dict(zip(floats, items[first:], strict=True))
+            full = [
+                known.get(i, np.zeros(aval.shape, jax.dtypes.float0))
+                for i, aval in enumerate(out_avals)
+            ]
+            # One per input; newer releases of JAX return them in a nested list.
+            grads = jax.tree.leaves(backward.call_wrapped(*items[:first], *full), is_leaf=_is_none)
+            kept[:] = [i for i, g in enumerate(grads) if not _is_none(g) and is_float(g)]
+            return [grads[i] for i in kept]
+
+        types = [
+            (v.data if v.scale is None else widen(jnp.zeros((), jnp.result_type(v.data)))).dtype
+            for v in residuals
+        ]
+        types += [out_avals[i].dtype for i in floats]
+        results: list[Any] = [None] * len(packed.arrays)
+        found = _interpret(settings, rule, [*residuals, *given], types)
+        for i, change in zip(kept, found, strict=True):
+            results[i] = _derivative(change, _inverse(xs[i].scale), xs[i].data)
+        return tuple(results)
+
+    function.defvjp(fwd, bwd)
     return traced.rebuild(function(*packed.arrays), packed.scales)
 
 
-def _forward(
-    settings: Settings,
-    eqn: JaxprEqn,
-    forward: Any,
-    primal: Any,
-    packed: Packed,
-    traced: Traced,
-    arrays: Sequence[Any],
-) -> tuple[list[Any], Any]:
-    inputs = unpack(packed.specs, arrays)
-
-    def function(*xs: Any) -> list[Any]:
-        return forward.call_wrapped(*(item for x in xs for item in (x, True)))
-
-    found = _interpret(settings, function, inputs, [aval_of(v).dtype for v in eqn.invars])
-    results = primal(*arrays)
-    outputs = traced.rebuild(results, arrays[len(inputs) :])
-    # Residuals that are inputs are not among the results.
-    _, _, forwarded = eqn.params["out_trees"]()
-    rest = iter(found[: len(found) - len(outputs)])
-    residuals = [next(rest) if f is None else inputs[f] for f in forwarded]
-    # The backward pass needs the scales of inputs and outputs, but not their data.
-    empty = [
-        Value(jnp.zeros((0,), v.data.dtype if is_float(v.data) else np.float32), v.scale, v.dtype)
-        for v in (*inputs, *outputs)
-    ]
-    saved = pack([*residuals, *empty])
-    return results, (saved.arrays, _Static(saved.specs))
-
-
-def _backward(
-    settings: Settings,
-    eqn: JaxprEqn,
-    backward: Any,
-    packed: Packed,
-    saved: Any,
-    cotangents: Sequence[Any],
-) -> tuple[Any, ...]:
-    arrays, static = saved
-    values = unpack(static.specs, arrays)
-    inputs, outputs = len(eqn.invars), len(eqn.outvars)
-    first = len(values) - inputs - outputs
-    residuals, xs, ys = values[:first], values[first : first + inputs], values[first + inputs :]
-    floats = [i for i, var in enumerate(eqn.outvars) if is_float(aval_of(var))]
-    given = [_cotangent(cotangents[i], ys[i]) for i in floats]
-    kept: list[int] = []
-
-    def function(*items: Any) -> list[Any]:
-        known = dict(zip(floats, items[first:], strict=True))
-        full = [
-            known.get(i, np.zeros(aval_of(v).shape, jax.dtypes.float0))
-            for i, v in enumerate(eqn.outvars)
-        ]
-        # One per input; newer releases of JAX return them in a nested list.
-        results = jax.tree.leaves(backward.call_wrapped(*items[:first], *full), is_leaf=_is_none)
-        kept[:] = [i for i, r in enumerate(results) if not _is_none(r) and is_float(r)]
-        return [results[i] for i in kept]
-
-    types = [
-        (v.data if v.scale is None else widen(jnp.zeros((), jnp.result_type(v.data)))).dtype
-        for v in residuals
-    ]
-    types += [aval_of(eqn.outvars[i]).dtype for i in floats]
-    results: list[Any] = [None] * inputs
-    found = _interpret(settings, function, [*residuals, *given], types)
-    for i, change in zip(kept, found, strict=True):
-        scale = xs[i].scale
-        results[i] = _derivative(change, None if scale is None else scale.inverse(), xs[i].data)
-    return (*results, *[None] * len(packed.scales))
-
-
-def _cotangent(data: Any, output: Value) -> Value:
-    if output.scale is None:
-        return Value(data)
-    return Value(data, output.scale.inverse(), output.dtype)
+def _inverse(scale: Scale | None) -> Scale | None:
+    return None if scale is None else scale.inverse()
 
 
 def _is_none(x: Any) -> bool:

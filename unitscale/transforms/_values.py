@@ -252,8 +252,9 @@ class Value:
         if self.scale is None or is_complex(self.data) or (self.is_stored and not self.scale.ndim):
             return self
         if spans(self.dtype) or not jnp.size(self.data):
-            at_one = lambda: Value(narrow(self.wide(), self.dtype), ONE, self.dtype)  # noqa: E731
-            return self.once("stored", at_one)
+            return self.once(
+                "stored", lambda: Value(narrow(self.wide(), self.dtype), ONE, self.dtype)
+            )
         return self.once("stored", self.measured)
 
     def measured(self) -> Value:
