@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ..core import varying
 from ._interpreter import Interpreter, register
+from ._rules_arrays import choice
 from ._rules_calls import pack, unpack
 from ._values import Scale, Value, fit, spans, times, wide_value, widen
 
@@ -75,6 +76,8 @@ def moved(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
     """Store at one scale for all devices, then send the data."""
     axes = _names(eqn.params.get("axes", eqn.params.get("axis_name", ())))
     sent = [agreed(v, axes) for v in values]
+    if eqn.primitive.name == "ragged_all_to_all":  # its result also has elements of the second
+        return choice(interpreter, eqn, sent)
     results = interpreter.bind(eqn, [v.data for v in sent])
     if eqn.primitive.multiple_results:
         return [v.with_part(r) for v, r in zip(sent, results, strict=True)]
