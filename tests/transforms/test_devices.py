@@ -16,7 +16,7 @@ from tests.parallel.devices import explicit_mesh
 from unitscale import ScaledArray, as_scaled, grad, to_array
 from unitscale.transforms import scalify
 
-from .agreement import HALF, close, narrow
+from .agreement import HALF, close, narrow, scaled
 from .table import clipped_gradient
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
@@ -66,6 +66,7 @@ HALVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
         ScaledArray(jnp.asarray([1.875, -0.0546875], jnp.float8_e4m3fn), jnp.float32(4.0)),
     ),
     "a large sum": (lambda x: x / lax.psum(x * 2, "d"), narrow(np.full((2, 4), 60000.0))),
+    "zeros": (lambda x: x + lax.psum(jnp.sin(x), "d"), scaled([1.0, 0.0], 2.0**-30)),
     "a ring": (
         lambda x: lax.fori_loop(0, 2, lambda i, c: lax.ppermute(c, "d", [(0, 1), (1, 0)]) * 3, x),
         narrow([1.0, 2.0]),

@@ -33,7 +33,10 @@ def agreed(value: Value, axes: Sequence[str]) -> Value:
         return value
     if spans(value.dtype):
         return wide_value(value.wide(), value.dtype).stored()
-    scale = Scale(0, lax.pmax(lax.stop_gradient(value.scale.factor()), tuple(axes)))
+    # The scale of zeros is 1, which would make small numbers on other devices 0.
+    own = jnp.where(jnp.any(value.data != 0), value.scale.factor(), 0)
+    most = lax.pmax(lax.stop_gradient(own), tuple(axes))
+    scale = Scale(0, jnp.where(most > 0, most, 1))
     data = times(widen(value.data), value.scale * scale.inverse())
     return Value(fit(data, jnp.result_type(value.data)), scale, value.dtype, value.steps)
 
