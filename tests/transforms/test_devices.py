@@ -61,10 +61,7 @@ def test_collectives_inside_shard_map() -> None:
 
 
 HALVES: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "a sum of 8 bits": (
-        lambda x: x * lax.psum(x, "d"),
-        ScaledArray(jnp.asarray([1.875, -0.0546875], jnp.float8_e4m3fn), jnp.float32(4.0)),
-    ),
+    "8 bits": (lambda x: x * lax.psum(x, "d"), scaled([1.875, -0.0546875], 4.0, "float8_e4m3fn")),
     "a large sum": (lambda x: x / lax.psum(x * 2, "d"), narrow(np.full((2, 4), 60000.0))),
     "zeros": (lambda x: x + lax.psum(jnp.sin(x), "d"), scaled([1.0, 0.0], 2.0**-30)),
     "a ring": (
@@ -114,10 +111,10 @@ def test_shardings_that_are_part_of_the_type() -> None:
     mesh = explicit_mesh(d=2)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("d")))
-        scaled = ScaledArray(jax.device_put(X / 2.0**12, x.sharding), jnp.float32(2.0**12))
+        ours = ScaledArray(jax.device_put(X / 2.0**12, x.sharding), jnp.float32(2.0**12))
         results = compute(
             {
-                name: (lambda x, s, f=f: (f(x), to_array(scalify(f)(s))), x, scaled)
+                name: (lambda x, s, f=f: (f(x), to_array(scalify(f)(s))), x, ours)
                 for name, f in SPREADING.items()
             }
         )

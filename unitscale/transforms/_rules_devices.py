@@ -43,8 +43,7 @@ def agreed(value: Value, axes: Sequence[str]) -> Value:
 
 def _count(axes: Any, shape: tuple[int, ...]) -> int:
     axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-    sizes = [shape[a] if isinstance(a, int) else lax.axis_size(a) for a in axes]
-    return int(np.prod(sizes))
+    return int(np.prod([shape[a] if isinstance(a, int) else lax.axis_size(a) for a in axes]))
 
 
 @register("collective", "psum", "psum_invariant", "reduce_scatter", "unreduced_psum")
@@ -111,12 +110,11 @@ def shard_map(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> l
         scales = [v.scale.factor() for v in results if v.scale is not None]
         return [v.data for v in results], [jnp.asarray(lax.stop_gradient(s)) for s in scales]
 
-    replicated = PartitionSpec()
     mapped = jax.shard_map(
         function,
         mesh=params["mesh"],
-        in_specs=(*params["in_specs"], *[replicated] * len(packed.scales)),
-        out_specs=(list(params["out_specs"]), replicated),
+        in_specs=(*params["in_specs"], *[PartitionSpec()] * len(packed.scales)),
+        out_specs=(list(params["out_specs"]), PartitionSpec()),
         check_vma=params["check_vma"],
         axis_names=set(axes),
     )
