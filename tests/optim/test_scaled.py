@@ -352,9 +352,7 @@ INNERS = {
 
 
 def bad(value: float):
-    w = np.array(GOOD["w"])
-    w[2] = value
-    return {**GOOD, "w": w}
+    return {**GOOD, "w": np.where(np.arange(len(GOOD["w"]))[:, None] == 2, value, GOOD["w"])}
 
 
 @pytest.mark.parametrize("name", INNERS)
@@ -385,6 +383,8 @@ def test_a_bad_step_changes_nothing_and_is_counted(name: str) -> None:
         state = state_after
     _, state = step(params, state, GOOD)
     assert (int(state.skipped), int(state.consecutive)) == (3, 0)
+    alone, z = skip_nonfinite(optax.sgd(0.1)), np.ones(2, np.complex64)
+    assert alone.update(z * np.nan, alone.init(z), z)[1].skipped == 1
 
 
 SQUARE = np.arange(64.0, dtype=np.float32).reshape(8, 8)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ..core import varying
 from ._interpreter import Interpreter, register
+from ._rules_arrays import choice
 from ._rules_calls import pack, unpack
 from ._values import Scale, Value, fit, spans, times, wide_value, widen
 
@@ -32,15 +33,17 @@ def agreed(value: Value, axes: Sequence[str]) -> Value:
         return value
     if spans(value.dtype):
         return wide_value(value.wide(), value.dtype).stored()
-    scale = Scale(0, lax.pmax(lax.stop_gradient(value.scale.factor()), tuple(axes)))
+    # The scale of zeros is 1, which would make small numbers on other devices 0.
+    own = jnp.where(jnp.any(value.data != 0), value.scale.factor(), 0)
+    most = lax.pmax(lax.stop_gradient(own), tuple(axes))
+    scale = Scale(0, jnp.where(most > 0, most, 1))
     data = times(widen(value.data), value.scale * scale.inverse())
     return Value(fit(data, jnp.result_type(value.data)), scale, value.dtype, value.steps)
 
 
 def _count(axes: Any, shape: tuple[int, ...]) -> int:
     axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-    sizes = [shape[a] if isinstance(a, int) else lax.axis_size(a) for a in axes]
-    return int(np.prod(sizes))
+    return int(np.prod([shape[a] if isinstance(a, int) else lax.axis_size(a) for a in axes]))
 
 
 @register("collective", "psum", "psum_invariant", "reduce_scatter", "unreduced_psum")
@@ -75,6 +78,8 @@ def moved(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
     """Store at one scale for all devices, then send the data."""
     axes = _names(eqn.params.get("axes", eqn.params.get("axis_name", ())))
     sent = [agreed(v, axes) for v in values]
+    if eqn.primitive.name == "ragged_all_to_all":  # its result also has elements of the second
+        return choice(interpreter, eqn, sent)
     results = interpreter.bind(eqn, [v.data for v in sent])
     if eqn.primitive.multiple_results:
         return [v.with_part(r) for v, r in zip(sent, results, strict=True)]
@@ -105,12 +110,11 @@ def shard_map(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> l
         scales = [v.scale.factor() for v in results if v.scale is not None]
         return [v.data for v in results], [jnp.asarray(lax.stop_gradient(s)) for s in scales]
 
-    replicated = PartitionSpec()
     mapped = jax.shard_map(
         function,
         mesh=params["mesh"],
-        in_specs=(*params["in_specs"], *[replicated] * len(packed.scales)),
-        out_specs=(list(params["out_specs"]), replicated),
+        in_specs=(*params["in_specs"], *[PartitionSpec()] * len(packed.scales)),
+        out_specs=(list(params["out_specs"]), PartitionSpec()),
         check_vma=params["check_vma"],
         axis_names=set(axes),
     )
