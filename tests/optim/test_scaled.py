@@ -352,7 +352,9 @@ INNERS = {
 
 
 def bad(value: float):
-    return {**GOOD, "w": np.where(np.arange(len(GOOD["w"]))[:, None] == 2, value, GOOD["w"])}
+    w = np.array(GOOD["w"])
+    w[2] = value
+    return {**GOOD, "w": w}
 
 
 @pytest.mark.parametrize("name", INNERS)

@@ -24,7 +24,7 @@ W = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
 MESH = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
 
 
-# XLA cannot compile it for a CPU. If no rows are sent, its result is its second operand.
+# XLA cannot compile ragged_all_to_all for a CPU. If no rows are sent, it returns `out`.
 lowering = mlir.lower_fun(lambda x, out, *sizes, **params: out, multiple_results=False)
 mlir.register_lowering(lax.ragged_all_to_all_p, lowering, platform="cpu")
 NONE = [np.zeros(2, np.int32)] * 4

@@ -364,7 +364,8 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> ScaledTransformation:
         return SkipState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
     def select(grads: Any, state: SkipState, new: Any, result: Any, otherwise: Any) -> Any:
-        leaves = [x for x in jax.tree.leaves(values(grads)) if jnp.result_type(x).kind in "fc"]
+        leaves = jax.tree.leaves(values(grads))
+        leaves = [x for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
         finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))
         result, new = jax.tree.map(
             lambda n, o: jnp.where(finite, n, o), (result, new), (otherwise, state.inner)

@@ -68,8 +68,8 @@ def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
 
 _MOVED = """
     all_gather all_gather_invariant all_gather_reduced all_to_all pbroadcast pbroadcast_dynamic pmax
-    pmin ppermute preduced ragged_all_to_all reduced_vary_cast reduced_vary_cast_p
-    unreduced_reduce_scatter vary_unreduced_cast vary_unreduced_cast_p
+    pmin ppermute preduced reduced_vary_cast reduced_vary_cast_p unreduced_reduce_scatter
+    vary_unreduced_cast vary_unreduced_cast_p
 """
 
 
@@ -78,12 +78,16 @@ def moved(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
     """Store at one scale for all devices, then send the data."""
     axes = _names(eqn.params.get("axes", eqn.params.get("axis_name", ())))
     sent = [agreed(v, axes) for v in values]
-    if eqn.primitive.name == "ragged_all_to_all":  # its result also has elements of the second
-        return choice(interpreter, eqn, sent)
     results = interpreter.bind(eqn, [v.data for v in sent])
     if eqn.primitive.multiple_results:
         return [v.with_part(r) for v, r in zip(sent, results, strict=True)]
     return sent[0].with_part(results)
+
+
+@register("collective", "ragged_all_to_all")
+def sent_into(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value:
+    """Store at one scale for all devices; the second operand receives data of the first."""
+    return choice(interpreter, eqn, [agreed(v, _names(eqn.params["axis_name"])) for v in values])
 
 
 @register("collective", "pvary")
