@@ -33,7 +33,7 @@ ADAM = optim.scaled(optax.adam(1e-3))
 PARAMS = ADAM.scale_params({"w": X})
 STATE = ADAM.init(PARAMS)
 CALLS: dict[str, Callable[[], Any]] = {
-    "nn.Dense": lambda: nnx.grad(lambda layer, x: jnp.sum(layer(x)))(LAYER, X),
+    "nn.Dense": lambda: nnx.grad(lambda layer, x: layer(x).value.sum())(LAYER, X),
     "scalify": lambda: scalify(lambda a, b: (a * 2.5 * a) @ b)(X, X.T),
     "optim.scaled": lambda: ADAM.step(PARAMS, STATE, {"w": X}),
 }

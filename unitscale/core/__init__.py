@@ -23,9 +23,6 @@ from ._formats import (  # Formats and casts
 from ._autodiff import (  # Differentiation
     grad as grad,
     value_and_grad as value_and_grad,
-    scale as scale,
-    scale_fwd as scale_fwd,
-    scale_bwd as scale_bwd,
 )
 from ._sharding import batch_size as batch_size, batch_over as batch_over  # Batch size
 
@@ -43,11 +40,11 @@ from ._arithmetic import (
 from ._autodiff import (
     drop_value as drop_value,
     gradient_probe as gradient_probe,
-    gradients_format as gradients_format,
     multiply as multiply,
-    narrow_gradients as narrow_gradients,
+    scale as scale,
+    scale_bwd as scale_bwd,
+    scale_fwd as scale_fwd,
     value_gradients as value_gradients,
-    weight_gradient_dtype as weight_gradient_dtype,
     with_probe as with_probe,
 )
 from ._compat import (
@@ -65,14 +62,17 @@ from ._formats import (
     check_choice as check_choice,
     dithered as dithered,
     exponent_of as exponent_of,
+    gradients_format as gradients_format,
     is_float8 as is_float8,
     is_floating as is_floating,
     materialize as materialize,
     narrow as narrow,
+    narrow_gradients as narrow_gradients,
     normal_pow2 as normal_pow2,
     pow2 as pow2,
     storage_of as storage_of,
     upcast as upcast,
+    weight_gradient_dtype as weight_gradient_dtype,
     wide_dtype as wide_dtype,
     widen as widen,
 )

@@ -14,10 +14,12 @@ from ._convert import amax
 from ._formats import (
     cast,
     format_of,
+    gradients_format,
     is_float8,
     is_floating,
     materialize,
     narrow,
+    narrow_gradients,
     wide_dtype,
     widen,
 )
@@ -95,33 +97,6 @@ def scale_bwd(x: Any, factor: float) -> Any:
 _map_scaled = partial(jax.tree.map, is_leaf=is_scaled)
 
 # -- gradients of values ---------------------------------------------------------------------
-
-# Whether ``gradients_dtype`` is set. It is part of JAX's cache keys, so that functions traced
-# inside `value_and_grad` are not reused outside.
-_NARROW: Any = jax.make_user_context(None)
-
-
-def gradients_format(where: str, dtype: Any) -> Any:
-    """Return the dtype that gradients are stored in, or None for float32."""
-    fmt = None if dtype is None else format_of(dtype)
-    if fmt is None or fmt.name == "float32":
-        return None
-    if fmt.name == "bfloat16" or is_float8(fmt.dtype):
-        return fmt.dtype
-    raise ValueError(
-        f"unitscale.{where}: gradients_dtype must be float32, bfloat16, float8_e4m3fn or "
-        f"float8_e5m2; got {fmt.name}. Gradients do not fit into the range of other formats."
-    )
-
-
-def narrow_gradients(dtype: Any) -> Any:
-    """Return a context in which FP8 matmuls write gradients of weights in bfloat16."""
-    return _NARROW(dtype is not None or None)
-
-
-def weight_gradient_dtype(dtype: Any) -> Any:
-    """Return the dtype in which an FP8 matmul writes the gradient of a weight of ``dtype``."""
-    return jnp.dtype(jnp.bfloat16) if _NARROW.value and dtype == jnp.float32 else dtype
 
 
 @custom_vjp

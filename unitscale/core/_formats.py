@@ -201,6 +201,31 @@ def storage_of(argument: str, dtype: Any) -> Format:
     return fmt
 
 
+# Whether gradients of weights are narrow. It is part of JAX's cache keys.
+_NARROW: Any = jax.make_user_context(None)
+
+
+def gradients_format(where: str, dtype: Any) -> Any:
+    """Return the dtype that gradients are stored in, or None for float32."""
+    fmt = format_of("float32" if dtype is None else dtype)
+    if fmt.name in ("float32", "bfloat16") or is_float8(fmt.dtype):
+        return None if fmt.name == "float32" else fmt.dtype
+    raise ValueError(
+        f"unitscale.{where}: gradients_dtype must be float32, bfloat16, float8_e4m3fn or "
+        f"float8_e5m2; got {fmt.name}. Gradients do not fit into the range of other formats."
+    )
+
+
+def narrow_gradients(dtype: Any) -> Any:
+    """Return a context in which FP8 matmuls write gradients of weights in bfloat16."""
+    return _NARROW(dtype is not None or None)
+
+
+def weight_gradient_dtype(dtype: Any) -> Any:
+    """Return the dtype in which an FP8 matmul writes the gradient of a weight of ``dtype``."""
+    return jnp.dtype(jnp.bfloat16) if _NARROW.value and dtype == jnp.float32 else dtype
+
+
 def is_floating(x: Any) -> bool:
     """Return whether ``x`` has a floating dtype."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)

@@ -128,8 +128,8 @@ def isolate(
     return lhs, rhs, backward, [1.0 if f is None else f for f in own]
 
 
-# Whether operands get names. It is part of JAX's cache keys.
-_NAMING: Any = jax.make_user_context(None)
+NAMING: Any = jax.make_user_context(None)
+"""Whether operands get names (`named_operands`). It is part of JAX's cache keys."""
 
 
 def named_operands() -> Any:
@@ -137,12 +137,7 @@ def named_operands() -> Any:
 
     `jax.checkpoint_policies.save_only_these_names("quantized")` then saves them.
     """
-    return _NAMING(True)
-
-
-def are_named() -> bool:
-    """Return whether this is traced inside `named_operands`."""
-    return bool(_NAMING.value)
+    return NAMING(True)
 
 
 def named(x: jax.Array, name: str = "quantized") -> jax.Array:
@@ -177,7 +172,11 @@ def both_layouts(x: Any, count: int, *, stored: bool) -> tuple[Any, Any]:
     Other operands result from longer computations, which XLA would repeat for the second layout;
     the barrier makes it read the FP8 result instead.
     """
-    if not _moves(x, count) or (stored and not _one_device()):
+    data = data_of(x)
+    uniform = not is_scaled(x) or not (x.block_shape or (x.scale is not None and x.scale.ndim))
+    words = 0 < count < data.ndim and not (data.shape[count - 1] % 4 or data.shape[-1] % 4)
+    fits = uniform and words and is_float8(data.dtype) and not any(jax.typeof(data).sharding.spec)
+    if jax.default_backend() != "gpu" or not fits or (stored and not _one_device()):
         return x, x
     if is_scaled(x):
         same, moved = both_layouts(x.data, count, stored=stored)
@@ -190,15 +189,6 @@ def both_layouts(x: Any, count: int, *, stored: bool) -> tuple[Any, Any]:
     order = (*range(count, x.ndim), *range(count))
     words = _row_major(lax.transpose(_row_major(_words(x, count - 1)), order))
     return same, Moved(_bytes(words, x.dtype))
-
-
-def _moves(x: Any, count: int) -> bool:
-    if is_scaled(x) and (x.block_shape or (x.scale is not None and x.scale.ndim)):
-        return False
-    data = data_of(x)
-    fits = 0 < count < data.ndim and not (data.shape[count - 1] % 4 or data.shape[-1] % 4)
-    sharded = any(jax.typeof(data).sharding.spec)
-    return fits and jax.default_backend() == "gpu" and is_float8(data.dtype) and not sharded
 
 
 def _words(x: jax.Array, axis: int) -> jax.Array:

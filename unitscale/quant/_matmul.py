@@ -242,15 +242,7 @@ class Core:
     config: MatmulConfig | None
     out_dtype: Any
     dtypes: tuple[Any, Any]  # dtypes of the two gradients
-    names: bool = dataclasses.field(default_factory=_lowering.are_named)  # see `named_operands`
-
-    @property
-    def per_slice(self) -> bool:
-        """Return whether scales are per channel or block: cotangents are then quantized twice."""
-        strategy = None if self.config is None else self.config.strategy
-        return isinstance(strategy, Block) or (
-            isinstance(strategy, Dynamic) and strategy.granularity == "channel"
-        )
+    names: bool = dataclasses.field(default_factory=lambda: bool(_lowering.NAMING.value))
 
     def quantize(
         self, x: jax.Array, which: int, state: QuantState | None, spec: Contraction
@@ -262,14 +254,18 @@ class Core:
         return _quantize(x, which, axes, self.config, state)
 
     def requantizes(self, which: int) -> bool:
-        """Return whether an operand differs between its forward and its backward matmul."""
+        """Return whether a tensor differs between its two matmuls."""
         config = self.config
         if config is None:
             return False
         if which != RHS and (config.hadamard or config.wide_weight_gradient):
             return True
         strategy = config.strategy
-        return isinstance(strategy, Block) and strategy.of_operand(which).dims == 1
+        if isinstance(strategy, Block):
+            return which == COTANGENT or strategy.of_operand(which).dims == 1
+        # With channel scales the cotangent is multiplied by those of the saved operand.
+        channel = isinstance(strategy, Dynamic) and strategy.granularity == "channel"
+        return channel and which == COTANGENT
 
     def for_backward(self, x: jax.Array, which: int, state: QuantState | None) -> Any:
         """Return lhs or cotangent for the weight gradient, or rhs for the left gradient."""
@@ -358,7 +354,7 @@ class Core:
         """Return the gradients of the operands, and statistics of the cotangent."""
         spec, like = self.spec, (_lowering.data_of(lhs), _lowering.data_of(rhs))
         left, seen = spec.grad_lhs, None
-        if self.per_slice or self.requantizes(COTANGENT):
+        if self.requantizes(COTANGENT):
             for_lhs, rhs = _move_scale(cotangent, spec.out, rhs, spec.rhs)
             for_rhs, lhs = _move_scale(cotangent, spec.out, lhs, spec.lhs)
             for_lhs, seen = self.quantize(for_lhs, COTANGENT, state, spec.grad_lhs)
