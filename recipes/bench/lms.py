@@ -55,8 +55,6 @@ def main(
             tasks["sst2"] = sentences(*sst2)
         if squad:
             tasks["squad"] = questions(squad, folder / f"{base.name}-squad")
-            if base.longest is not None:
-                tasks["squad"].append(f"squad.max_question_length={base.longest // 3}")
         told = runs.Told(config, overrides, seeds, fresh, data and [data], jobs)
         pretrained = runs.compare(variants, told, config="bert/books.yaml")
         tables = [*pretrained.tables("Masked-LM loss", BOUNDS), *tables]

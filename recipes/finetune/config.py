@@ -8,7 +8,6 @@ from pydantic import Field, Strict, model_validator
 from ..bert.config import BertConfig, Pooling
 from ..config import (
     PRESETS,
-    Count,
     Flag,
     Fraction,
     NonNegative,
@@ -30,17 +29,15 @@ class DataConfig(SequenceConfig):
     """File with training data."""
     validation: str
     """File with validation data."""
+    mark_matches: Flag = False
+    """Assign the first text's segment id to tokens of the second that occur in the first."""
 
 
 class SquadConfig(Section):
     """Extractive question answering."""
 
-    max_question_length: Count = 64
-    """Largest number of tokens of a question; longer ones are truncated."""
     negatives: NonNegative | None = None
     """Number of windows without the answer per window with it, in training; null for all."""
-    mark_matches: Flag = False
-    """Assign the question's segment id to context tokens that occur in the question."""
 
 
 class ClassificationConfig(Section):
@@ -56,8 +53,6 @@ class ClassificationConfig(Section):
     """Column of the label."""
     pooling: Pooling = "cls"
     """Classify the first token's output, for runs with data.pairs, or the mean of all outputs."""
-    mark_matches: Flag = False
-    """Assign the first text's segment id to tokens of the second that occur in the first."""
 
     @model_validator(mode="after")
     def _columns_differ(self) -> Self:
@@ -66,8 +61,6 @@ class ClassificationConfig(Section):
                 f"text, pair and label must be different columns; got text {self.text!r}, "
                 f"pair {self.pair!r} and label {self.label!r}"
             )
-        if self.mark_matches and self.pair is None:
-            raise ValueError("mark_matches needs pair; got pair null")
         return self
 
 
@@ -83,6 +76,7 @@ class FinetuneConfig(RunConfig):
         "data.format": None,
         "squad.version": None,
         "squad.stride": None,
+        "squad.max_question_length": "a third of data.sequence_length, at most 64",
         "squad.n_best": 20,
         "squad.max_answer_length": 30,
         "squad.no_answer_threshold": 0.0,
@@ -103,6 +97,22 @@ class FinetuneConfig(RunConfig):
     """Keys of task classification."""
     dropout: Fraction | None = None
     """Dropout rate; null for that of init."""
+
+    @classmethod
+    def upgraded(cls, tree: Any) -> Any:
+        tree = super().upgraded(tree)
+        for task in ("squad", "classification"):
+            section = tree.get(task) or {}
+            section.pop("max_question_length", None)
+            if section.pop("mark_matches", False):
+                tree["data"]["mark_matches"] = True
+        return tree
+
+    @model_validator(mode="after")
+    def _has_pairs(self) -> Self:
+        if self.data.mark_matches and self.task != "squad" and self.classification.pair is None:
+            raise ValueError("data.mark_matches needs classification.pair; got null")
+        return self
 
     @classmethod
     def filled(cls, tree: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Encoding, Tokenizer
 
 from ..errors import RecipeError, clipped, read_text
-from .config import ClassificationConfig, DataConfig, SquadConfig
+from .config import ClassificationConfig, DataConfig
 
 _CHUNK = 1024  # texts to tokenize in one call
 
@@ -80,7 +80,7 @@ def _padding_copy(tokenizer: Tokenizer, length: int, least: int, *, pairs: bool)
     if length < least + special:
         raise RecipeError(
             f"data.sequence_length: expected at least {least + special}, with {special} special "
-            f"tokens; got {length}; raise it, or lower squad.max_question_length"
+            f"tokens; got {length}; raise it"
         )
     copy = Tokenizer.from_str(tokenizer.to_str())
     found = (copy.token_to_id(token) for token in ("[PAD]", "<pad>"))
@@ -177,10 +177,10 @@ class SquadFeatures(NamedTuple):
 
 
 def make_squad_features(
-    questions: Sequence[Question], tokenizer: Tokenizer, length: int, squad: SquadConfig
+    questions: Sequence[Question], tokenizer: Tokenizer, length: int, mark: bool = False
 ) -> SquadFeatures:
     """Tokenize questions, each with windows of its context that overlap by half."""
-    most = squad.max_question_length
+    most = min(max(length // 3, 1), 64)  # tokens of a question; the rest is cut
     tokenizer = _padding_copy(tokenizer, length, most + 1, pairs=True)
     rows: list[Tokens] = []
     windows: list[Window] = []
@@ -193,7 +193,7 @@ def make_squad_features(
                 offsets = np.array(part.offsets[context], np.int32).reshape(-1, 2)
                 windows.append(Window(number, context.start, offsets))
                 labels.append(_label(windows[-1], questions[number]))
-                rows.append(_tokens(part, squad.mark_matches))
+                rows.append(_tokens(part, mark))
     start, end = zip(*labels, strict=True)
     return SquadFeatures(questions, _stack(rows, start=start, end=end), windows)
 

@@ -133,7 +133,7 @@ def load_data(config: FinetuneConfig) -> TaskData:
     else:
         pretraining = pretraining_of(config.init)
         vocab, positions, known = pretraining.model.vocab, pretraining.longest, ()
-    data, length = config.data, config.data.sequence_length
+    data, length, mark = config.data, config.data.sequence_length, config.data.mark_matches
     if positions is not None and length > positions:
         raise RecipeError(
             f"data.sequence_length: the model in {config.init} learned {positions} positions; got "
@@ -142,7 +142,7 @@ def load_data(config: FinetuneConfig) -> TaskData:
     tokenizer = _tokenizer(config.init, vocab)
     if config.task == "squad":
         features, source = (
-            files.make_squad_features(files.read_squad(path, key), tokenizer, length, config.squad)
+            files.make_squad_features(files.read_squad(path, key), tokenizer, length, mark)
             for path, key in ((data.train, "data.train"), (data.validation, "data.validation"))
         )
         train, scored = features.records, source.records
@@ -150,7 +150,6 @@ def load_data(config: FinetuneConfig) -> TaskData:
             train = files.with_answers(train, config.squad.negatives, config.seed)
     else:
         source = files.load_classification(data, config.classification, known)
-        mark = config.classification.mark_matches
         train, scored = (
             files.make_classification_records(source, rows, tokenizer, length, mark)
             for rows in (source.train, source.validation)

@@ -145,7 +145,6 @@ def write_tasks(folder: Path, init: Path) -> None:
                 "sequence_length": 24,
                 "batch_size": 8,
             },
-            "squad": {"max_question_length": 8},
             "dropout": 0.0,
             "optimizer": {"learning_rate": 0.1},
             "train": short_training(folder) | {"steps": 4, "eval_batches": 1},

@@ -12,7 +12,7 @@ from tokenizers import processors
 
 from recipes.errors import RecipeError
 from recipes.finetune import scores as scoring
-from recipes.finetune.config import ClassificationConfig, DataConfig, SquadConfig
+from recipes.finetune.config import ClassificationConfig, DataConfig
 from recipes.finetune.data import (
     Answer,
     Dataset,
@@ -254,8 +254,8 @@ def ask(answer: str | None, text: str = "when did the mine open?", context: str 
     return Question(id=f"{answer}", question=text, context=context, answers=answers)
 
 
-def features(*questions: Question, length: int = 64, most: int = 8) -> SquadFeatures:
-    return make_squad_features(questions, TOKENIZER, length, SquadConfig(max_question_length=most))
+def features(*questions: Question, length: int = 64) -> SquadFeatures:
+    return make_squad_features(questions, TOKENIZER, length)
 
 
 def labelled_texts(made: SquadFeatures) -> list[str | None]:
@@ -294,16 +294,16 @@ def test_labels_cover_the_first_answer() -> None:
     assert labelled_texts(made) == [*ANSWERS.values(), None, "1901", None]
 
 
-@pytest.mark.parametrize(("length", "most"), [(24, 8), (16, 3)])
-def test_windows_are_those_of_the_library(length: int, most: int) -> None:
+@pytest.mark.parametrize("length", [24, 10])
+def test_windows_are_those_of_the_library(length: int) -> None:
     """Windows overlap by half, and long questions are cut."""
     texts = ["when did mine open", "when?"]
-    made = features(*(ask("1901", text) for text in texts), length=length, most=most)
+    made = features(*(ask("1901", text) for text in texts), length=length)
     encodings = []
     for number, text in enumerate(texts):
         reference = make_tokenizer()
         question = reference.encode(text, add_special_tokens=False)
-        size = min(most, len(question))
+        size = min(length // 3, len(question))
         stride = (length - 3 - size) // 2
         reference.enable_truncation(length, stride=stride, strategy="only_second")
         first = reference.encode(text[: question.offsets[size - 1][1]], CONTEXT)
@@ -319,8 +319,8 @@ def test_windows_are_those_of_the_library(length: int, most: int) -> None:
 
 
 def test_short_windows() -> None:
-    with pytest.raises(RecipeError, match=r"sequence_length: .* 12, .* got 11;"):
-        features(ask("1878"), length=11)
+    with pytest.raises(RecipeError, match=r"sequence_length: .* 5, .* got 4;"):
+        features(ask("1878"), length=4)
     made = features(ask("1878"), ask(None, context=" \t "), ask("mine", context="The mine"))
     assert [window.question for window in made.windows] == [0, 1, 2]
     assert made.windows[1].offsets.shape == (0, 2)
@@ -336,7 +336,7 @@ def test_every_answer_is_in_some_window(data: st.DataObject) -> None:
     answer = Answer(text=text, answer_start=len(" ".join([*words[:first], ""])))
     question = Question(id="one", question="when?", context=" ".join(words), answers=[answer])
     # Windows of 8 tokens that share 4 hold every answer of 3; a part of one is no answer.
-    texts = labelled_texts(features(question, length=13, most=2))
+    texts = labelled_texts(features(question, length=13))
     assert set(texts) <= {None, text}
     assert text in texts
 
@@ -368,13 +368,9 @@ def question(name: str, *answers: str, context: str = "") -> Question:
     return Question(id=name, question="when did it open?", context=context, answers=found)
 
 
-def make(*questions: Question) -> SquadFeatures:
-    squad = SquadConfig(max_question_length=6)
-    return make_squad_features(questions, make_tokenizer(), LENGTH, squad)
-
-
-FEATURES = make(
-    *(question(str(i), context=text) for i, text in enumerate((CONTEXT, CONTEXT[:31], "8" * 40)))
+FEATURES = features(
+    *(question(str(i), context=text) for i, text in enumerate((CONTEXT, CONTEXT[:31], "8" * 40))),
+    length=LENGTH,
 )
 
 
@@ -392,7 +388,7 @@ def test_answers_are_the_best_of_all_spans(longest: int, monkeypatch: pytest.Mon
                 text = asked.context[window.offsets[i, 0] : window.offsets[j, 1]]
                 score = float(start[window.first + i]) + float(end[window.first + j])
                 expected[asked.id] = max(expected.get(asked.id, (-np.inf, "")), (score, text))
-    empty = make(question("one", context=" "))
+    empty = features(question("one", context=" "), length=LENGTH)
     assert scoring.predict_answers(empty, logits[:1])["one"] == ("", 0.0)
     found = scoring.predict_answers(FEATURES, logits)
     assert list(found) == ["0", "1", "2"]

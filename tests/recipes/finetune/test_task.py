@@ -39,7 +39,8 @@ WRONG = {
     "classification.text=-1": r"classification\.text",
     "classification.pair=label": r"must be different columns; got text 'sentence', pair",
     "classification.text=label": r"must be different columns",
-    "classification.mark_matches=true": r"mark_matches needs pair; got pair null",
+    "squad.mark_matches=true": r"did you mean data\.mark_matches",
+    "squad.max_question_length=9": r"it is always a third of data\.sequence_length",
     "precision=scalify_float16": r"precision\.scalify .*: expected null for the",
 }
 
@@ -60,13 +61,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_config_of_an_earlier_version_is_read(folder: Path, tmp_path: Path) -> None:
     """A removed key is accepted only with the value that is a constant now."""
-    config = load_config(folder / "squad.yaml", ["precision=fp8"])
+    config = load_config(folder / "squad.yaml", ["precision=fp8", "data.mark_matches=true"])
     tree = config.model_dump(mode="json")
     del tree["precision"]
     tree |= {"policy": "fp8", "scalify": None, "monitor": None}
     tree["data"]["format"] = tree["classification"]["labels"] = None
     tree["squad"] |= {"version": None, "stride": None, "n_best": 20, "max_answer_length": 30}
-    tree["squad"]["no_answer_threshold"] = 0.0
+    tree["squad"] |= {"no_answer_threshold": 0.0, "max_question_length": 64, "mark_matches": True}
+    del tree["data"]["mark_matches"]
     kept = tmp_path / "config.yaml"
     kept.write_text(yaml.safe_dump(tree), "utf-8")
     assert load_config(kept, kept=True) == config
