@@ -29,6 +29,7 @@ def has(monkeypatch: pytest.MonkeyPatch, requires: list[str], **versions: str) -
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
 
 
+@pytest.mark.slow
 def test_a_machine_in_order() -> None:
     """Run it in a process without Flax and optax, which only unitscale.nn and optim need."""
     hidden = "sys.modules['flax'] = sys.modules['optax'] = None"

@@ -22,7 +22,7 @@ import typer
 from flax import nnx
 
 from unitscale import nn
-from unitscale.quant import MatmulConfig
+from unitscale.quant import Block, MatmulConfig
 
 from ..config import PrecisionConfig, RunConfig
 from ..recipe import recipe_of
@@ -35,13 +35,14 @@ SPECIAL = {
     "fp8-readout-gradients": ("precision.policy=fp8", "precision.readout=gradients"),
     "gradients-bfloat16": ("precision.gradients=bfloat16",),
     "gradients-fp8": ("precision.gradients=float8_e4m3fn",),
+    "nvfp4-last": ("precision.policy=nvfp4", "precision.layers={'stack.layers.3.*': bfloat16}"),
     "fp8-rebalance": ("precision.policy=fp8", "precision.monitor=1e-4", "precision.rebalance=true"),
 }  # variants that set more than a policy
 BOUNDS = {"float16": 0.001, "fp8": 0.002, "mxfp8": 0.002, "fp8_dynamic": 0.005}
-BOUNDS |= {"nvfp4": 0.01, "gradients-bfloat16": 0.001, "gradients-fp8": 0.002}
+BOUNDS |= {"nvfp4": 0.01, "nvfp4-last": 0.01, "gradients-bfloat16": 0.001, "gradients-fp8": 0.002}
 BATCHES = 8
 
-E4M3, E5M2, WIDE = "float8_e4m3fn", "float8_e5m2", "bfloat16"
+E4M3, E5M2, E2M1, WIDE = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "bfloat16"
 LAYERS = ("query", "key", "value", "out", "up", "down")
 
 
@@ -124,6 +125,14 @@ def _everywhere(policy: nn.Policy | str, layers: tuple[str, ...] = LAYERS) -> di
     return {f"*.{name}": policy for name in layers}
 
 
+NVFP4 = {"strategy": Block(16, (1, 2, 1), E4M3), "dither": True, "hadamard": True}
+CHANGED: dict[str, dict[str, Any]] = {
+    "": {},
+    ", no Hadamard transform": {"hadamard": False},
+    ", not dithered": {"dither": False},
+    ", weights in rows": {"strategy": Block(16, 1, E4M3)},
+    ", a scale per tensor": {"strategy": Block(16, (1, 2, 1), E4M3, tensor_scale=True)},
+}  # ingredients of NVFP4, and what replaces them
 ROUNDED: dict[str, dict[str, Any]] = {
     "nothing": {},
     "activations": _everywhere(in_formats(E4M3, WIDE, WIDE)),
@@ -134,6 +143,10 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "all": _everywhere("fp8"),
     "all, dynamic": _everywhere("fp8_dynamic"),
     "all, blocks of 32": _everywhere("mxfp8"),
+    **{
+        f"all, NVFP4{name}": _everywhere(in_formats(E2M1, E2M1, E2M1, **NVFP4 | changed))
+        for name, changed in CHANGED.items()
+    },
     **{name: _everywhere("fp8", (name,)) for name in LAYERS},
     "readout": {"readout": in_formats(E4M3, E4M3, E5M2)},
     "readout's gradients": {

@@ -404,7 +404,8 @@ def test_the_loss_is_the_mean_over_hidden_tokens_that_count(tmp_path: Path) -> N
     np.testing.assert_allclose(expected, np.log(120), rtol=0.05)
 
 
-@pytest.mark.parametrize("positions", ["learned", pytest.param("rope", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", ["learned", "rope"])
 def test_a_token_sees_both_sides_and_where_they_are(tmp_path: Path, positions: str) -> None:
     config = plain(tmp_path, f"model.positions={positions}")
     segments = jnp.zeros((1, 16), jnp.int32)

@@ -172,7 +172,7 @@ def greedy(model: Any, prompt: str, tokens: int) -> str:
 PROMPT = "a prompt longer than it"
 
 
-@pytest.mark.parametrize("library", ["plain", "unitscale"])
+@pytest.mark.parametrize("library", [pytest.param("plain", marks=pytest.mark.slow), "unitscale"])
 def test_text_is_that_of_the_uncached_model_also_past_the_context(library: str) -> None:
     model = cached(library, positions="learned")
     writer = Writer(model, BYTES, CONTEXT)

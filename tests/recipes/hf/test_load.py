@@ -116,6 +116,7 @@ def test_types_of_the_file_are_kept(tmp_path: Path) -> None:
     assert same_files(folder, tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_tensors_are_read_one_at_a_time(tmp_path: Path) -> None:
     """Loading 59 MB for `adapt` needs less memory than four of the largest tensors."""
     folder, wide = copied("llama2", tmp_path), {16: 512, 24: 4096, 8: 256, 300: 300}

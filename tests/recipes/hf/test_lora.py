@@ -145,6 +145,7 @@ def test_low_rank_updates(tmp_path: Path, capsys: Captured) -> None:
     assert capsys.readouterr().out.startswith("line")
 
 
+@pytest.mark.slow
 def test_an_adapter_is_added(tmp_path: Path, capsys: Captured) -> None:
     init, lora = str(FOLDER), LoraConfig(rank=2, targets=("down",))
     adapter, merged = (str(tmp_path / name) for name in ("adapter", "merged"))

@@ -253,6 +253,7 @@ def test_what_is_multiplied(make_config: MakeConfig, kind: str, name: str) -> No
     assert Counter((name, *sorted(types)) for name, *types in found) == PRODUCTS[kind, name]
 
 
+@pytest.mark.slow
 def test_scales_propagate_through_the_whole_step(make_config: MakeConfig) -> None:
     config = make_config("model.kind=cnn", "optimizer.name=adam", FORMATS["float16"])
     graphdef, transformation, state = init_state(config)

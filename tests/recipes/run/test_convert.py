@@ -208,6 +208,7 @@ def test_it_begins_where_the_run_ended_and_goes_on_without_it(make_config: MakeC
         make_config(*OURS, *words)
 
 
+@pytest.mark.slow
 def test_the_shape_need_not_be_said_again_and_formats_may_be_others(
     make_config: MakeConfig,
 ) -> None:
@@ -256,9 +257,8 @@ def test_another_model_is_refused(make_config: MakeConfig) -> None:
             make_config(f"init={folder}", "name=next", "model.positions=learned", word)
 
 
-@pytest.mark.parametrize(
-    "pairs", ["sentence_order", pytest.param("next_sentence", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("pairs", ["sentence_order", "next_sentence"])
 def test_a_bert_may_be_asked_something_else(tmp_path: Path, pairs: str) -> None:
     first = bert_config(write_bert(tmp_path), "data.pairs=next_sentence", "name=first")
     folder, expected = kept(first)

@@ -73,6 +73,7 @@ def test_rows(tmp_path: Path) -> None:
         assert list(ended) == [text + "\n" for text in TEXTS if text]
 
 
+@pytest.mark.slow
 def test_the_default_is_the_standard_library() -> None:
     found = list(documents(DataConfig()))
     source = Path(sysconfig.get_paths()["stdlib"], "textwrap.py").read_text(encoding="utf-8")
