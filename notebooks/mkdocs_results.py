@@ -43,8 +43,8 @@ TOPICS = {
     ),
     "formats": (
         "Which matmuls cost loss in FP8",
-        "Trained float32 models, evaluated with some of their matmuls or operands in FP8.",
-        ("formats", "formats-128", "formats-256", "formats-512"),
+        "Trained float32 models, evaluated with some of their matmuls or operands in FP8 or NVFP4.",
+        ("formats", "formats-nvfp4", "formats-128", "formats-256", "formats-512"),
     ),
     "methods": (
         "Ways to train in float16",
