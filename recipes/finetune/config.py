@@ -111,7 +111,7 @@ class FinetuneConfig(RunConfig):
     @model_validator(mode="after")
     def _has_pairs(self) -> Self:
         if self.data.mark_matches and self.task != "squad" and self.classification.pair is None:
-            raise ValueError("data.mark_matches needs classification.pair; got null")
+            raise ValueError("data.mark_matches needs classification.pair, a second text; got null")
         return self
 
     @classmethod
