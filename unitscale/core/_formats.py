@@ -201,7 +201,7 @@ def storage_of(argument: str, dtype: Any) -> Format:
     return fmt
 
 
-# Whether gradients of weights are narrow. It is part of JAX's cache keys.
+# Whether `narrow_gradients` is active; part of JAX's cache keys, so that traces are not reused.
 _NARROW: Any = jax.make_user_context(None)
 
 

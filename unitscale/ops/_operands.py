@@ -160,6 +160,10 @@ def _combine(operands, ratios, traced, weights, bwd, out_dtype, avals):
     return narrow(left + right, out_dtype)
 
 
+def _combine_fwd(operands, ratios, traced, *static):
+    return _combine(operands, ratios, traced, *static), ratios
+
+
 def _combine_bwd(weights, bwd, out_dtype, avals, ratios, cotangent):
     wide, grads = widen(cotangent), []
     for (shape, dtype), ratio, factor in zip(avals, ratios, bwd, strict=True):
@@ -171,9 +175,7 @@ def _combine_bwd(weights, bwd, out_dtype, avals, ratios, cotangent):
     return tuple(grads), None, None
 
 
-_combine.defvjp(
-    lambda operands, ratios, *rest: (_combine(operands, ratios, *rest), ratios), _combine_bwd
-)
+_combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def combine(

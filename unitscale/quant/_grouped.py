@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..core import ScaledArray, is_scaled, match_varying, narrow, result_dtype, wide_dtype
+from ..core import ScaledArray, match_varying, narrow, result_dtype, wide_dtype
 from ._config import MatmulConfig
+from ._lowering import has_scales
 from ._matmul import Contraction, Core, matmul, scaled_matmul
 from ._quantize import dequantize
 from ._state import QuantState, check_state, warn_if_not_updated
@@ -64,8 +65,7 @@ class GroupedCore(Core):
     def quantize(self, *args: Any) -> Any:
         """Quantize as `Core.quantize` does; with channel or block scales, also dequantize."""
         x, seen = super().quantize(*args)
-        varies = is_scaled(x) and x.scale is not None and x.scale.ndim > 0
-        return (dequantize(x) if varies else x), seen
+        return (dequantize(x) if has_scales(x) else x), seen
 
     def both_layouts(self, x: Any, which: int) -> tuple[Any, Any]:
         """Return the operand twice: the loops slice blocks of rows, whatever their layout."""

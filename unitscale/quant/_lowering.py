@@ -128,8 +128,8 @@ def isolate(
     return lhs, rhs, backward, [1.0 if f is None else f for f in own]
 
 
-NAMING: Any = jax.make_user_context(None)
-"""Whether operands get names (`named_operands`). It is part of JAX's cache keys."""
+# Whether operands get names. It is part of JAX's cache keys.
+_NAMING: Any = jax.make_user_context(None)
 
 
 def named_operands() -> Any:
@@ -137,7 +137,12 @@ def named_operands() -> Any:
 
     `jax.checkpoint_policies.save_only_these_names("quantized")` then saves them.
     """
-    return NAMING(True)
+    return _NAMING(True)
+
+
+def are_named() -> bool:
+    """Return whether this is traced inside `named_operands`."""
+    return bool(_NAMING.value)
 
 
 def named(x: jax.Array, name: str = "quantized") -> jax.Array:
@@ -173,9 +178,13 @@ def both_layouts(x: Any, count: int, *, stored: bool) -> tuple[Any, Any]:
     the barrier makes it read the FP8 result instead.
     """
     data = data_of(x)
-    uniform = not is_scaled(x) or not (x.block_shape or (x.scale is not None and x.scale.ndim))
     words = 0 < count < data.ndim and not (data.shape[count - 1] % 4 or data.shape[-1] % 4)
-    fits = uniform and words and is_float8(data.dtype) and not any(jax.typeof(data).sharding.spec)
+    fits = (
+        words
+        and not has_scales(x)
+        and is_float8(data.dtype)
+        and not any(jax.typeof(data).sharding.spec)
+    )
     if jax.default_backend() != "gpu" or not fits or (stored and not _one_device()):
         return x, x
     if is_scaled(x):
@@ -216,8 +225,7 @@ def _one_device() -> bool:
 
 def transposed_copy(x: Any) -> ScaledArray | None:
     """Return the transpose of an 8-bit matrix, for cuBLAS's TN layout; None for other arrays."""
-    one_scale = is_scaled(x) and (x.scale is None or x.scale.ndim == 0)
-    return x.T if one_scale and x.dtype.itemsize == 1 else None
+    return x.T if is_scaled(x) and not has_scales(x) and x.dtype.itemsize == 1 else None
 
 
 def operand_of(x: Any) -> Any:
@@ -229,6 +237,11 @@ def data_of(x: Any) -> jax.Array:
     """Return the data of an operand: an array, a ScaledArray, or one of them `Moved`."""
     x = operand_of(x)
     return x.data if isinstance(x, ScaledArray) else x
+
+
+def has_scales(x: Any) -> bool:
+    """Return whether an operand has several scales: one per channel or block."""
+    return is_scaled(x) and x.scale is not None and x.scale.ndim > 0
 
 
 def output_sharding(lhs: jax.Array, rhs: jax.Array, spec: Any, out: list[str]) -> Any:

@@ -242,7 +242,7 @@ class Core:
     config: MatmulConfig | None
     out_dtype: Any
     dtypes: tuple[Any, Any]  # dtypes of the two gradients
-    names: bool = dataclasses.field(default_factory=lambda: bool(_lowering.NAMING.value))
+    names: bool = dataclasses.field(default_factory=_lowering.are_named)  # see `named_operands`
 
     def quantize(
         self, x: jax.Array, which: int, state: QuantState | None, spec: Contraction
@@ -397,8 +397,7 @@ def _move_scale(cotangent: Any, out: str, operand: Any, labels: str) -> tuple[An
 
     The backward matmul sums over the channels, so the scale cannot multiply its result.
     """
-    varies = is_scaled(operand) and operand.scale is not None and operand.scale.ndim > 0
-    if not varies or operand.block_shape:
+    if not _lowering.has_scales(operand) or operand.block_shape:
         return cotangent, operand
     scale = _scale_in_result(to_float(operand.scale), labels, out)
     return widen(cotangent) * scale, operand.data
