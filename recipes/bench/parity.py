@@ -11,6 +11,7 @@ evaluates and differentiates the trained float32 models with some matmuls in FP8
 bfloat16.
 """
 
+import dataclasses
 from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ import typer
 from flax import nnx
 
 from unitscale import nn
-from unitscale.quant import Block, MatmulConfig
+from unitscale.quant import PRESETS, Block, MatmulConfig
 
 from ..config import PrecisionConfig, RunConfig
 from ..recipe import recipe_of
@@ -42,7 +43,7 @@ BOUNDS = {"float16": 0.001, "fp8": 0.002, "mxfp8": 0.002, "fp8_dynamic": 0.005}
 BOUNDS |= {"nvfp4": 0.01, "nvfp4-last": 0.01, "gradients-bfloat16": 0.001, "gradients-fp8": 0.002}
 BATCHES = 8
 
-E4M3, E5M2, E2M1, WIDE = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "bfloat16"
+E4M3, E5M2, WIDE = "float8_e4m3fn", "float8_e5m2", "bfloat16"
 LAYERS = ("query", "key", "value", "out", "up", "down")
 
 
@@ -125,13 +126,12 @@ def _everywhere(policy: nn.Policy | str, layers: tuple[str, ...] = LAYERS) -> di
     return {f"*.{name}": policy for name in layers}
 
 
-NVFP4 = {"strategy": Block(16, (1, 2, 1), E4M3), "dither": True, "hadamard": True}
 CHANGED: dict[str, dict[str, Any]] = {
     "": {},
     ", no Hadamard transform": {"hadamard": False},
     ", not dithered": {"dither": False},
     ", weights in rows": {"strategy": Block(16, 1, E4M3)},
-    ", a scale per tensor": {"strategy": Block(16, (1, 2, 1), E4M3, tensor_scale=True)},
+    ", a scale per tensor": {"strategy": PRESETS["nvfp4_dynamic"].strategy},
 }  # ingredients of NVFP4, and what replaces them
 ROUNDED: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -144,7 +144,9 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "all, dynamic": _everywhere("fp8_dynamic"),
     "all, blocks of 32": _everywhere("mxfp8"),
     **{
-        f"all, NVFP4{name}": _everywhere(in_formats(E2M1, E2M1, E2M1, **NVFP4 | changed))
+        f"all, NVFP4{name}": _everywhere(
+            nn.Policy(compute_dtype=WIDE, matmul=dataclasses.replace(PRESETS["nvfp4"], **changed))
+        )
         for name, changed in CHANGED.items()
     },
     **{name: _everywhere("fp8", (name,)) for name in LAYERS},
