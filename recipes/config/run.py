@@ -430,6 +430,7 @@ REMOVED = {
     "scalify.gradients": "precision.matmuls",
     "monitor": "precision.monitor",
     "model.norm_eps": "init, whose folder has it",
+    "squad.max_question_length": "data.sequence_length: a question gets a third of it, at most 64",
     "optimizer.loss_scale_interval": "precision.loss_scale dynamic, which doubles after 2000 steps",
 }
 """Removed keys of earlier versions, and what to set instead."""

@@ -76,7 +76,6 @@ class FinetuneConfig(RunConfig):
         "data.format": None,
         "squad.version": None,
         "squad.stride": None,
-        "squad.max_question_length": "a third of data.sequence_length, at most 64",
         "squad.n_best": 20,
         "squad.max_answer_length": 30,
         "squad.no_answer_threshold": 0.0,
@@ -102,9 +101,7 @@ class FinetuneConfig(RunConfig):
     def upgraded(cls, tree: Any) -> Any:
         tree = super().upgraded(tree)
         for task in ("squad", "classification"):
-            section = tree.get(task) or {}
-            section.pop("max_question_length", None)
-            if section.pop("mark_matches", False):
+            if (tree.get(task) or {}).pop("mark_matches", False):
                 tree["data"]["mark_matches"] = True
         return tree
 
