@@ -1,12 +1,14 @@
-"""Measure losses and scores of BERT in 16 and 8 bits, and evaluate a study of character models.
+"""Measure losses and scores of language models by number format.
 
     python -m recipes bench lms --data TEXT --sst2 TRAIN DEV --squad FILE --seeds 3
     python -m recipes bench lms --no-runs --charlm FOLDER
+    python -m recipes bench lms --no-runs --lora FOLDER --data TEXT --seeds 5
 
 Trains `configs/bert/books.yaml` in each format without a loss scale, and compares the losses over
 the whole validation text, with the same hidden tokens. Given the files of a task, it fine-tunes
 every model on it in the model's format. `--charlm` adds the tables of a finished sweep of
-`configs/charlm/small.yaml`, given its folder.
+`configs/charlm/small.yaml`, given its folder. `--lora` tunes a decoder in Hugging Face format with
+`configs/llama/lora.yaml`, its frozen weights in 8 and in 4 bits.
 """
 
 import json as json_text
@@ -38,13 +40,21 @@ def main(
     sst2: Annotated[tuple[str, str] | None, typer.Option(metavar="TRAIN DEV")] = None,
     squad: Annotated[str | None, typer.Option(metavar="FILE", help="split by article")] = None,
     charlm: Annotated[Path | None, typer.Option(help="a finished sweep's folder")] = None,
+    lora: Annotated[Path | None, typer.Option(help="a decoder's folder")] = None,
     seeds: runs.Seeds = 1,
     jobs: runs.Jobs = 1,
     fresh: runs.Fresh = False,
     json: runs.JsonPath = None,
 ) -> None:
-    """Print losses and scores of BERT, and the losses of character models, by number format."""
+    """Print losses and scores of BERT, character models and LoRA, by number format."""
     tables = [] if charlm is None else [study(charlm)]  # fails before hours of training
+    if lora:
+        frozen = {"8-bit": "float8_e4m3fn", "4-bit": "float4_e2m1fn"}
+        variants = {name: (f"precision.frozen={dtype}",) for name, dtype in frozen.items()}
+        words = [f"init={lora}", *(overrides or ())]
+        told = runs.Told(None, words, seeds, fresh, data and [data], jobs)
+        tuned = runs.compare(variants, told, config="llama/lora.yaml")
+        tables += tuned.tables("Loss of LoRA by format of the base", {"4-bit": 0.005})
     if train:
         names = ["float32", *BOUNDS]
         variants = {name: (f"precision.policy={name}",) for name in names}
@@ -69,8 +79,8 @@ def main(
             told, file = runs.Told(None, words, seeds, fresh, jobs=jobs), f"bert/{task}.yaml"
             found = runs.compare(variants, told, config=file, metric=METRICS[task], own=start)
             tables += found.tables(f"{METRICS[task]} on {task}")
-    notes = ["No loss scale; models are pretrained and fine-tuned in the same format."]
-    runs.publish("lms", tables, json, notes)
+    same = "No loss scale; models are pretrained and fine-tuned in the same format."
+    runs.publish("lms", tables, json, [same] if train else [])
 
 
 def sentences(train: str, validation: str) -> list[str]:

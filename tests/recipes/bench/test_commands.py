@@ -14,6 +14,8 @@ from recipes.bench import parallel, parity, runs, step
 from recipes.bench.runs import Told, compare, differences, verdict
 from recipes.cli import main
 from recipes.errors import RecipeError
+from tests.recipes.conftest import TEXT
+from tests.recipes.pretrained import FIXTURES
 from tests.recipes.support import TASK_FILES, write_bert, write_tasks
 
 UNIT = ("model.library=unitscale", "model.dropout=0.0", "train.steps=2", "optimizer.name=sgd")
@@ -138,6 +140,18 @@ def test_lms(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     split = tmp_path / "runs" / "tiny-bert-squad"  # of twelve articles one is for validation
     texts = [(split / f"{name}.json").read_text() for name in ("train", "validation")]
     assert [len(json.loads(text)["data"]) for text in texts] == [11, 1]
+    monkeypatch.undo()
+    (tmp_path / "text.txt").write_text(TEXT, "utf-8")
+    words = ["--lora", str(FIXTURES / "llama3"), "--data", str(tmp_path / "text.txt")]
+    words += [
+        "train.steps=1",
+        "optimizer.warmup_steps=0",
+        "data.sequence_length=8",
+        f"train.runs_dir={tmp_path / 'runs'}",
+    ]
+    ((wide, narrow),) = bench("lms", "--no-runs", *words)
+    assert 0 < abs(narrow["over reference"]) < 0.05
+    assert wide["loss"] < 10
 
 
 @pytest.mark.slow
