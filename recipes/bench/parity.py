@@ -37,10 +37,12 @@ SPECIAL = {
     "gradients-bfloat16": ("precision.gradients=bfloat16",),
     "gradients-fp8": ("precision.gradients=float8_e4m3fn",),
     "nvfp4-last": ("precision.policy=nvfp4", "precision.layers={'stack.layers.3.*': bfloat16}"),
+    "nvfp4-mixed": ("precision.policy=nvfp4", "precision.layers={'*.value': fp8, '*.out': fp8}"),
     "fp8-rebalance": ("precision.policy=fp8", "precision.monitor=1e-4", "precision.rebalance=true"),
 }  # variants that set more than a policy
 BOUNDS = {"float16": 0.001, "fp8": 0.002, "mxfp8": 0.002, "fp8_dynamic": 0.005}
-BOUNDS |= {"nvfp4": 0.01, "nvfp4-last": 0.01, "gradients-bfloat16": 0.001, "gradients-fp8": 0.002}
+BOUNDS |= {"nvfp4": 0.01, "nvfp4-last": 0.01, "nvfp4-mixed": 0.01}
+BOUNDS |= {"gradients-bfloat16": 0.001, "gradients-fp8": 0.002}
 BATCHES = 8
 
 E4M3, E5M2, WIDE = "float8_e4m3fn", "float8_e5m2", "bfloat16"
@@ -149,6 +151,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
         )
         for name, changed in CHANGED.items()
     },
+    "all, NVFP4, value and out in FP8": _everywhere("nvfp4") | _everywhere("fp8", ("value", "out")),
     **{name: _everywhere("fp8", (name,)) for name in LAYERS},
     "readout": {"readout": in_formats(E4M3, E4M3, E5M2)},
     "readout's gradients": {
