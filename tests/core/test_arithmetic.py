@@ -381,3 +381,12 @@ def test_scales_of_sums_are_the_larger_ones_and_constants() -> None:
     of_scale = jax.grad(lambda s: (ScaledArray(jnp.ones(2), s) * ScaledArray(jnp.ones(2), s)).scale)
     assert float(of_scale(jnp.float32(5))) == 0
     np.testing.assert_array_equal(safe_scale([0.0, -1.0, 2.0, np.inf, np.nan]), [1, 1, 2, 1, 1])
+
+
+def test_inverses_of_scales_are_normal() -> None:
+    """XLA flushes the inverse of 2^127 to 0."""
+    small = ScaledArray(jnp.float32(2.0**-20), 2.0**100) * 2.0**27
+    assert float((small**-1).value) == 2.0**-107
+    large = ScaledArray(jnp.float32(1.0), 2.0**100) * 2.0**27
+    np.testing.assert_allclose((ScaledArray(jnp.float32(1e38)) + large).value, 1e38 + 2.0**127)
+    assert float((ScaledArray(jnp.float32(1.0)) * 2**70).value) == 2.0**70

@@ -1,5 +1,6 @@
 """Static factors, custom_vjp, gradients by value, and JAX functions on ScaledArrays."""
 
+import copy
 import operator
 from functools import partial
 from typing import Any
@@ -262,3 +263,10 @@ def test_without_a_scale_the_functions_of_jax_and_their_derivatives_take_the_dat
 
     plain, wrapped = (jax.jit(lambda w=w: results(w))() for w in (lambda x: x, ScaledArray))
     jax.tree.map(np.testing.assert_array_equal, plain, wrapped)
+
+
+def test_copies_and_tiny_gradients() -> None:
+    weight = ScaledArray(jnp.ones((2, 2)), 2.0)
+    np.testing.assert_array_equal(unitscale.grad(lambda w: copy.copy(w).value.sum())(weight), 1.0)
+    tiny = unitscale.grad(lambda w: 1e-37 * w.value.sum(), gradients_dtype="float8_e4m3fn")(weight)
+    np.testing.assert_allclose(tiny.value, 1e-37, rtol=2.0**-3)

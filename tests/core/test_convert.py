@@ -342,3 +342,12 @@ def test_a_scalified_program_of_any_batch() -> None:
         # A few roundings, and XLA's tanh of float32, which errs by several units itself.
         atol = 4 * float(jnp.finfo(dtype).eps) * float(jnp.max(jnp.abs(expected)))
         np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
+
+
+def test_rescaled_data_is_finite() -> None:
+    outlier = jnp.zeros(1 << 16).at[0].set(448.0).astype(jnp.float8_e4m3fn)
+    assert bool(jnp.isfinite(rescale(outlier).value).all())
+    wide = jnp.array([60000.0, 1.0], jnp.float16)
+    assert bool(jnp.isfinite(rescale(wide, "amax", dtype="bfloat16").value).all())
+    assert rescale(jnp.array([1.0, 2.0, jnp.nan]), "mse", dtype="e4m3fn").scale == 1
+    np.testing.assert_array_equal(rescale(jnp.float32([100.0]), "amax").value, 100)

@@ -464,3 +464,9 @@ def test_strict_promotion(name: str) -> None:
     with jax.numpy_dtype_promotion("strict"):
         for options in ((), ("stochastic", jax.random.key(0))):
             assert cast(jnp.ones(8), name, *options).astype(jnp.float32).sum() == 8
+
+
+def test_dithered_numbers_beyond_a_format_saturate() -> None:
+    x = jnp.array([3.4e38, -500.0, jnp.inf, jnp.nan])
+    found = dithered(x, format_of("float8_e4m3fn"))
+    np.testing.assert_array_equal(found, [448.0, -448.0, jnp.inf, jnp.nan])

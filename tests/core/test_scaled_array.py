@@ -22,9 +22,9 @@ from .arrays import DTYPES, KINDS, assert_close, eps, exact, make, stored
         (jnp.ones((2, 3)), jnp.ones(2), None, ValueError, "scale must broadcast"),
         (jnp.ones((2, 3)), jnp.ones((4, 2, 3)), None, ValueError, "scale must broadcast"),
         (jnp.ones(1), jnp.ones(3), None, ValueError, "scale must broadcast"),
-        *[(jnp.ones(2), s, None, ValueError, "scale must be a positive, normal float32 number")
+        *[(jnp.ones(2), s, None, ValueError, "scale must be a number from")
           for s in (-1.0, 0, np.float32(0), np.nan, np.inf, 1e39, 1e-40)],
-        *[(jnp.ones(2), s, None, TypeError, "scale must be None, a number or a float array")
+        *[(jnp.ones(2), s, None, TypeError, "scale must be None, a number or a real array")
           for s in ("x", [2.0], True, 2j, jnp.ones(2, bool), jnp.ones(2, jnp.complex64))],
         (jnp.ones((4, 4)), 2.0, (2, 2), ValueError, "one entry per block"),
         (jnp.ones((4, 4)), None, (2, 2), ValueError, "one entry per block"),

@@ -151,3 +151,15 @@ def test_contractions_of_einsums() -> None:
         ("abd,bc->ac", "'d' in one term only"),
     ):
         assert problem in einsum_problem(subscripts)
+
+
+def test_negative_dimensions_and_empty_operands() -> None:
+    dot, x = dot_general(MatmulConfig()), jnp.ones((2, 3))
+    np.testing.assert_array_equal(
+        dot(x, jnp.ones((4, 3)), (((-1,), (-1,)), ((), ()))), np.full((2, 4), 3.0)
+    )
+
+    def summed(w):
+        return dot(jnp.ones((2, 3, 0)), w, (((2,), (0,)), ((), ()))).sum()
+
+    assert jax.grad(summed)(jnp.ones((0, 4))).shape == (0, 4)

@@ -262,3 +262,9 @@ def test_a_scaled_array_is_quantized_by_its_value() -> None:
     for found, expected in run((x, x.value)):
         np.testing.assert_array_equal(found, expected)
         np.testing.assert_allclose(found, x.value, rtol=2**-4)
+
+
+def test_nan_spreads_over_its_block_in_a_large_array() -> None:
+    x = jnp.ones((64, 1024)).at[0, 5].set(jnp.nan)
+    found = jnp.isnan(quantize(x, "float4_e2m1fn", Block(16)).value)
+    np.testing.assert_array_equal(found, (np.arange(64)[:, None] == 0) & (np.arange(1024) < 16))

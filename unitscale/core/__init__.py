@@ -57,7 +57,13 @@ from ._compat import (
     scan_counts as scan_counts,
     varying as varying,
 )
-from ._convert import from_json as from_json, to_json as to_json
+from ._convert import (
+    MAX_EXPONENT as MAX_EXPONENT,
+    exponent_to_fit as exponent_to_fit,
+    from_json as from_json,
+    scale_to_fit as scale_to_fit,
+    to_json as to_json,
+)
 from ._formats import (
     check_choice as check_choice,
     dithered as dithered,

@@ -6,6 +6,7 @@ it once to the data type of the result, and return a pair. The scale of the resu
 on the data; square-root rules choose it so that data of RMS 1 stays near RMS 1.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -33,18 +34,19 @@ Pair: TypeAlias = tuple[jax.Array, Scale]
 
 
 def as_scale(scale: Any) -> Scale:
-    """Convert None, a number or a float array to a scale.
+    """Convert None, a number or an array of floats or integers to a scale.
 
     A number becomes a float32 array, even if it is 1, so that the structure of a program does not
     depend on the value of a scale. Arrays of float8_e8m0fnu and float8_e4m3fn are kept.
     """
     if scale is None:
         return None
-    if isinstance(scale, (int, float, np.number)) and not isinstance(scale, (bool, complex)):
-        single = np.finfo(np.float32)
-        if not float(single.tiny) <= float(scale) <= float(single.max):
+    if isinstance(scale, (int, float, np.number)) and not isinstance(
+        scale, (bool, np.complexfloating)
+    ):
+        if not 2.0**-126 <= float(scale) <= 2.0**126:
             raise ValueError(
-                "unitscale.ScaledArray: scale must be a positive, normal float32 number; got "
+                "unitscale.ScaledArray: scale must be a number from 2**-126 to 2**126; got "
                 f"{scale!r}. Put signs, zeros and other factors into data."
             )
         return jnp.float32(scale)
@@ -52,7 +54,7 @@ def as_scale(scale: Any) -> Scale:
     if not (is_floating(scale) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer))):
         got = f"{type(scale).__name__} {scale!r}" if dtype is None else f"dtype {dtype}"
         raise TypeError(
-            f"unitscale.ScaledArray: scale must be None, a number or a float array; got {got}"
+            f"unitscale.ScaledArray: scale must be None, a number or a real array; got {got}"
         )
     scale = jnp.asarray(scale)
     keep = scale.dtype in (jnp.float8_e8m0fnu, jnp.float8_e4m3fn, jnp.float32, jnp.float64)
@@ -102,7 +104,7 @@ def scalar_scale(scale: Scale) -> Scale:
 
 
 def safe_scale(scale: jax.Array) -> jax.Array:
-    """Replace zero, infinite and NaN scales by 1.
+    """Replace scales that are not positive and finite by 1.
 
     For example, an all-zero tensor has RMS 0, and dividing by it would turn zeros into NaN.
     """
@@ -131,12 +133,12 @@ def common_scale(left: Scale, right: Scale) -> Scale:
     return jnp.maximum(to_float(left), to_float(right))
 
 
-# Products and quotients of scales are clamped to the normal numbers of float32. These functions
-# return the clamped scale, and a remainder that the caller multiplies into the data.
+# Products and quotients of scales are clamped to 2^-126 ... 2^126, whose inverses are normal, too.
+# These functions return the clamped scale, and a remainder that is multiplied into the data.
 
 
 def bounded_product(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int]:
-    """Return left * right, clamped to float32's normal numbers, and the remainder."""
+    """Return left * right, clamped to 2^-126 ... 2^126, and the remainder."""
     if left is None or right is None:
         return right if left is None else left, 1
     a, b = to_float(left), to_float(right)
@@ -156,7 +158,7 @@ def _bounded_quotient(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int
 
 
 def _normal(scale: jax.Array, positive: jax.Array) -> jax.Array:
-    return jnp.where(positive, jnp.clip(scale, 2.0**-126, 2.0**127), scale)
+    return jnp.where(positive, jnp.clip(scale, 2.0**-126, 2.0**126), scale)
 
 
 # -- operands --------------------------------------------------------------------------------
@@ -187,10 +189,10 @@ def operand(x: Any, beside: Scale = None) -> Pair | None:
     if hasattr(x, "map_data"):
         return x.pair
     if isinstance(x, (bool, int, float)) and not isinstance(x, np.generic):
-        if x == 0 or not np.isfinite(x):
+        if x == 0 or not math.isfinite(x):
             return jnp.asarray(float(x)), beside
-        # Clamp the scale to the normal numbers of float32; the data holds the remainder.
-        scale = min(max(static_pow2(abs(x)), 2.0**-126), 2.0**127)
+        # The data holds the remainder of the clamped scale.
+        scale = min(max(static_pow2(abs(x)), 2.0**-126), 2.0**126)
         return jnp.asarray(x / scale), None if scale == 1 else jnp.float32(scale)
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):
         is_real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
@@ -204,8 +206,7 @@ def value(data: jax.Array, scale: Scale) -> jax.Array:
     """Return ``data * scale``; the data itself if the scale is None."""
     if scale is None:
         return data
-    scale = to_float(scale)
-    return (widen(data) * scale).astype(jnp.result_type(widen(data).dtype, scale.dtype))
+    return widen(data) * to_float(scale)
 
 
 def at_scale(data: jax.Array, scale: Scale, target: Scale, dtype: Any) -> jax.Array:
@@ -258,7 +259,8 @@ def power(x: Pair, exponent: int) -> Pair:
     rest = 1
     if scale is not None:
         base, times = to_float(scale), max(abs(exponent), 1)
-        near = jnp.clip(base, 2.0 ** -(126 // times), 2.0 ** (127 // times))
+        largest = 2.0 ** (126 // times)
+        near = jnp.clip(base, 1 / largest, largest)
         scale, rest = near**exponent, base / near
     return (_times(data, rest) ** exponent).astype(result_dtype(data)), scale
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._arithmetic import scale_near, to_float
+from ._arithmetic import to_float
 from ._compat import custom_vjp, match_varying
-from ._convert import amax
+from ._convert import amax, scale_to_fit
 from ._formats import (
     cast,
     format_of,
@@ -124,10 +124,6 @@ class DifferentiableArray(ScaledArray):
     stored: jax.Array
     probe: jax.Array
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a ScaledArray: results of operators have no probe of their own."""
-        return ScaledArray(*args, **kwargs)
-
     @property
     def data(self) -> jax.Array:
         """The data, converted from its storage format."""
@@ -193,7 +189,7 @@ def quantized_gradient(gradient: jax.Array, dtype: Any, key: Any = None) -> Any:
         return narrow(gradient, dtype)
     axes = (-2, -1) if gradient.ndim > 2 else None
     largest = amax(gradient, axes)
-    scale = jnp.maximum(scale_near(largest / format_of(dtype).max, "up"), 2.0**-126)
+    scale = scale_to_fit(largest, format_of(dtype))
     scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
     rounding = "nearest" if key is None else "stochastic"
     return ScaledArray(materialize(cast(widen(gradient) / scale, dtype, rounding, key)), scale)
@@ -220,7 +216,7 @@ def value_and_grad(
         bfloat16, and round their factor to bfloat16 too; gradients of other ops are rounded from
         float32. FP8 gradients are then divided by a power-of-two scale, 2^ceil(log2(amax / largest
         number of the format)), between 2^-126 and 2^126 (1 if all entries are zero), and rounded
-        again. If an entry is not finite, the whole tensor becomes NaN. Entries below about 2^-18 of
+        again. If an entry is not finite, its whole matrix becomes NaN. Entries below about 2^-18 of
         the largest become zero in float8_e4m3fn, below 2^-32 in float8_e5m2; stochastic rounding
         (with a key) keeps their mean. Each matrix of a stack has its own scale. Vectors and scalars
         stay in float32.
@@ -236,8 +232,8 @@ def value_and_grad(
 
     Returns:
         A function with the arguments of ``fun`` that returns ``(value, gradients)``. Gradients have
-        the structure of the arguments, with a plain float32 array for each ScaledArray. In FP8 they
-        are ScaledArrays: `optim.scaled` accepts them; call ``to_array(gradients)`` for other uses.
+        the structure of the arguments, with a plain array for each ScaledArray. In FP8 they are
+        ScaledArrays: `optim.scaled` accepts them; call ``to_array(gradients)`` for other uses.
 
     Raises:
         ValueError: if ``gradients_dtype`` is another format.

@@ -125,13 +125,6 @@ def _replaced(functions: dict[str, Callable[..., Any]]) -> Iterator[dict[str, Ca
             setattr(jax_cudnn, name, function)
 
 
-_ADVICE = (
-    "unitscale: {name} supports reverse-mode differentiation only, because its backward factors "
-    "have no forward-mode meaning; use jax.vjp, jax.grad or jax.jacrev. For a Jacobian-vector "
-    "product, differentiate twice: jax.vjp(lambda u: jax.vjp(f, x)[1](u), u0)[1](v)."
-)
-
-
 def varying(x: jax.Array) -> frozenset[str]:
     """Return the mesh axes that an array varies over inside `jax.shard_map`."""
     manual = getattr(jax.typeof(x), "manual_axis_type", None)
@@ -151,6 +144,13 @@ def match_varying(args: Any) -> Any:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, args) if axes else args
+
+
+_ADVICE = (
+    "unitscale: {name} supports reverse-mode differentiation only, because its backward factors "
+    "have no forward-mode meaning; use jax.vjp, jax.grad or jax.jacrev. For a Jacobian-vector "
+    "product, differentiate twice: jax.vjp(lambda u: jax.vjp(f, x)[1](u)[0], u0)[1](v)."
+)
 
 
 class custom_vjp:

@@ -20,12 +20,25 @@ from ._arithmetic import (
     to_float,
 )
 from ._compat import take_as_array
-from ._formats import Format, cast, check_choice, format_of, is_floating, narrow, pow2, widen
+from ._formats import (
+    Format,
+    cast,
+    check_choice,
+    format_of,
+    is_floating,
+    narrow,
+    normal_pow2,
+    pow2,
+    widen,
+)
 from ._scaled_array import ScaledArray, is_scaled, value_of
 
 Axis = int | tuple[int, ...] | None
 RescaleStrategy = Literal["rms", "amax", "mse"]
 """The statistic that determines a new scale; see `rescale`."""
+
+MAX_EXPONENT = 126
+"""Largest exponent of a scale (`scale_to_fit`): 2**126 and 2**-126 are normal in float32."""
 
 # -- statistics ------------------------------------------------------------------------------
 
@@ -47,6 +60,24 @@ def amax(x: jax.Array, axis: Axis = None) -> jax.Array:
     # Integers order magnitudes as floats do, with NaN above infinity.
     bits = lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
     return lax.bitcast_convert_type(jnp.max(bits, axis, keepdims=keep, initial=0), x.dtype)
+
+
+def exponent_to_fit(largest: jax.Array, fmt: Format) -> jax.Array:
+    """Return the least k in -126 ... 126 with ``largest <= fmt.max * 2**k``, 0 < largest < inf."""
+    bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
+    top = int(np.asarray(fmt.max, np.float32).view(np.int32))
+    # Adding this makes mantissas above that of fmt.max carry into the exponent.
+    exponent = (bits + ((1 << 23) - 1 - (top & 0x7FFFFF))) >> 23
+    return jnp.clip(exponent - (top >> 23), -MAX_EXPONENT, MAX_EXPONENT)
+
+
+def scale_to_fit(largest: jax.Array, fmt: Format, margin: int = 0) -> jax.Array:
+    """Return the least power-of-two scale at which an amax fits; 1 if it is 0, infinite or NaN."""
+    exponent = exponent_to_fit(largest, fmt)
+    if margin:
+        exponent = jnp.minimum(exponent + margin, MAX_EXPONENT)
+    usable = (largest > 0) & (largest < jnp.inf)
+    return lax.stop_gradient(jnp.where(usable, normal_pow2(exponent), jnp.float32(1)))
 
 
 @partial(jax.jit, static_argnames="axis", inline=True)
@@ -81,7 +112,7 @@ def _best_scale(x: jax.Array, fmt: Format, axis: Axis) -> jax.Array:
     errors = lax.map(error, exponents)
     # Values that the format represents exactly have error 0 at many scales: choose the nearest.
     tie_break = jnp.abs(exponents).reshape((-1,) + (1,) * (errors.ndim - 1))
-    is_best = errors == jnp.min(errors, axis=0)
+    is_best = ~(errors > jnp.min(errors, axis=0))
     best = jnp.argmin(jnp.where(is_best, tie_break, jnp.iinfo(jnp.int32).max), axis=0)
     return center * pow2(exponents[best])
 
@@ -98,7 +129,7 @@ def rebalance(x: Any, s: Any) -> ScaledArray:
     Args:
         x: array or ScaledArray.
         s: positive number or array that broadcasts against ``x``, or with block scales against the
-            scale of ``x``. Entries that are zero, infinite or NaN count as 1.
+            scale of ``x``. Entries that are not positive and finite count as 1.
 
     Returns:
         ScaledArray of the same shape and data dtype.
@@ -150,7 +181,8 @@ def rescale(
         axis: axes that share one scale; None for one scale per tensor.
 
     Returns:
-        ScaledArray with the same value and data dtype. Block scales are replaced.
+        ScaledArray with the same value and data dtype, except that data beyond the range of its
+        dtype saturates. Block scales are replaced.
 
     Example:
         >>> x = rescale(jnp.array([3e-6, -4e-6]))
@@ -163,14 +195,14 @@ def rescale(
         return x
     target = format_of(x.dtype if dtype is None else dtype)
     # The new scale replaces block scales, so compute statistics of the value.
-    data = x.data if x.block_shape is None else value_of(x)
+    wide = x.map_data(widen) if x.block_shape is None else ScaledArray(value_of(x))
     if strategy == "rms":
-        s = scale_near(rms(data, axis))
+        s = scale_near(rms(wide.data, axis))
     elif strategy == "amax":
-        s = scale_near(amax(data, axis) / target.max, "up")
+        s = scale_to_fit(amax(wide.data, axis), target)
     else:
-        s = _best_scale(data, target, axis)
-    return rebalance(x, s) if x.block_shape is None else cast(rebalance(data, s), x.dtype)
+        s = _best_scale(wide.data, target, axis)
+    return cast(rebalance(wide, s), x.dtype)
 
 
 # -- trees -----------------------------------------------------------------------------------
@@ -215,7 +247,9 @@ def as_scaled(tree: Any, scale: Any = None, dtype: Any = None, *, stack_axes: in
         if not (is_scaled(x) or isinstance(x, float) or is_floating(x)):
             return x
         x = x if is_scaled(x) else jnp.asarray(x)
-        if not 0 <= stack_axes <= x.ndim:
+        if stack_axes < 0:
+            raise ValueError(f"unitscale.as_scaled: stack_axes must be 0 or more; got {stack_axes}")
+        if stack_axes > x.ndim:
             raise ValueError(
                 f"unitscale.as_scaled: every leaf must have at least stack_axes={stack_axes} axes; "
                 f"got a leaf of shape {x.shape}. Convert such leaves separately."

@@ -175,9 +175,9 @@ def format_of(dtype: Any) -> Format:
         found = getattr(ml_dtypes, name, name)
     try:
         found = None if found is None else np.dtype(found)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize > 8:
         raise ValueError(
             f"unitscale.core.format_of: expected a floating-point format; got {dtype}. Use a "
             "float dtype such as 'float16', 'bfloat16' or 'float8_e4m3fn', one of "
@@ -201,10 +201,6 @@ def storage_of(argument: str, dtype: Any) -> Format:
     return fmt
 
 
-# Whether `narrow_gradients` is active; part of JAX's cache keys, so that traces are not reused.
-_NARROW: Any = jax.make_user_context(None)
-
-
 def gradients_format(where: str, dtype: Any) -> Any:
     """Return the dtype that gradients are stored in, or None for float32."""
     fmt = format_of("float32" if dtype is None else dtype)
@@ -216,9 +212,13 @@ def gradients_format(where: str, dtype: Any) -> Any:
     )
 
 
+# Whether `narrow_gradients` is active; part of JAX's cache keys, so that traces are not reused.
+_NARROW: Any = jax.make_user_context(None)
+
+
 def narrow_gradients(dtype: Any) -> Any:
     """Return a context in which FP8 matmuls write gradients of weights in bfloat16."""
-    return _NARROW(dtype is not None or None)
+    return _NARROW(None if dtype is None else True)
 
 
 def weight_gradient_dtype(dtype: Any) -> Any:
@@ -280,7 +280,7 @@ def round_to_pow2(x: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
     unit = jnp.uint32(1) << jnp.minimum(leading, _MANTISSA_BITS)
     carry = {"nearest": unit >> 1, "up": unit - 1, "down": jnp.uint32(0)}[rounding]
     rounded = jnp.minimum((magnitude + carry) & ~(unit - 1), _TOP)
-    rounded = jnp.where((magnitude == 0) | (magnitude >= _INFINITY), magnitude, rounded)
+    rounded = jnp.where(magnitude >= _INFINITY, magnitude, rounded)
     return lax.bitcast_convert_type(sign | rounded, jnp.float32)
 
 
@@ -408,8 +408,8 @@ def dithered(x: jax.Array, target: int | Format) -> jax.Array:
             then respected too.
 
     Returns:
-        float32 array. Zero, subnormal numbers of float32, magnitudes of 2^127 and above, infinity
-        and NaN are unchanged.
+        float32 array. Infinity and NaN are unchanged. If ``target`` is a number of bits, so are
+        zero, subnormal numbers of float32, and magnitudes of 2^127 and above.
 
     Example:
         >>> print(dithered(jnp.array([1.3, 1.31, 1.32, 1.33]), 2))
@@ -423,7 +423,8 @@ def _dithered(x: jax.Array, target: int | Format) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     noise = bits * jnp.uint32(_SPREAD)
     if isinstance(target, Format):
-        return _round_to_grid(x, target, noise)
+        clamped = jnp.where(jnp.isfinite(x), _clamp(x, target), x)
+        return _round_to_grid(clamped, target, noise)
     rounded = _carried(bits, noise, _MANTISSA_BITS - target)
     exponent = bits >> _MANTISSA_BITS & 0xFF
     is_normal = (exponent > 0) & (exponent < 0xFE)

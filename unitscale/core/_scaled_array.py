@@ -26,7 +26,7 @@ def operator(fn: Callable[..., arithmetic.Pair], aligned: bool = False) -> tuple
         pair = arithmetic.operand(other, beside=own[1] if aligned else None)
         if pair is None:
             return NotImplemented
-        return type(self)(*(fn(pair, own) if swap else fn(own, pair)))
+        return ScaledArray(*(fn(pair, own) if swap else fn(own, pair)))
 
     return apply, lambda self, other: apply(self, other, swap=True)
 
@@ -85,21 +85,21 @@ class ScaledArray:
         Operators compute in float32 and round once. The scale of a result does not depend on data:
         products multiply scales, x + y has the larger of two scales, and sums over n terms multiply
         the scale by about sqrt(n). Reductions along axes where the scale varies return no scale.
-        Scales are clamped to float32's normal numbers; the remainder is multiplied into the data.
+        Scales are clamped to 2**-126 ... 2**126; the remainder is multiplied into the data.
         `jax.grad` differentiates with respect to the data, `unitscale.grad` with respect to the
         value.
 
     Args:
         data: array of any floating dtype, kept near RMS 1. 8-bit data gives bfloat16 results.
-        scale: None (the data is the value), or a positive number or float array (float32,
+        scale: None (the data is the value), or a positive number or array (kept in float32,
             float8_e8m0fnu or float8_e4m3fn; entries are not checked). It broadcasts against data
             (one entry per tensor, per channel, or per item of leading stack axes) or has one entry
             per block. With powers of two rescaling is exact.
         block_shape: block sizes, one per dimension of data, for one scale per block (MX style).
 
     Raises:
-        TypeError: if data is not floating, or scale is not None, a number or a float array.
-        ValueError: if scale is a number that is not positive, or has a shape that does not fit.
+        TypeError: if data is not floating, or scale is not None, a number or a real array.
+        ValueError: if scale is a number outside 2**-126 ... 2**126, or its shape does not fit.
 
     Example:
         >>> x = ScaledArray(jnp.array([1.0, -0.5], jnp.float16), 1024.0)
@@ -175,7 +175,7 @@ class ScaledArray:
 
     def __reduce__(self) -> Any:
         children, aux = self.tree_flatten_with_keys()
-        return ScaledArray.tree_unflatten, (aux, [child for _, child in children])
+        return type(self).tree_unflatten, (aux, [child for _, child in children])
 
     # -- properties --------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class ScaledArray:
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the data; the value is float32 or wider."""
+        """Dtype of the data. With a scale, the value is float32 or wider."""
         return self.data.dtype
 
     @property
@@ -376,8 +376,7 @@ class ScaledArray:
             block = np.broadcast_to(0, block).transpose(*axes).shape  # permutes the block sizes
         elif self.scale is None or self.scale.ndim == 0:
             return self._rearrange(lambda x: x.transpose(*axes))
-        scale = jnp.asarray(self.scale)
-        scale = jnp.expand_dims(scale, tuple(range(self.data.ndim - scale.ndim)))
+        scale: Any = self.scale
         return ScaledArray(self.data.transpose(*axes), scale.transpose(*axes), block_shape=block)
 
     @property

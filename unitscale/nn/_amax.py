@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ..core import MAX_EXPONENT
 from ..quant import (
-    MAX_EXPONENT,
     TENSORS,
     MatmulConfig,
     QuantState,
@@ -161,7 +161,8 @@ class OverflowMonitor:
         """Multiply the scale of every tensor above the limit by a power of two, in place.
 
         The model computes the same values, except that fewer saturate. `Delayed` recomputes its
-        scales at the next step. Returns the entries of `read` above the limit, with new scales.
+        scales at the next step. Each layer of a stack is compared with the limit. Returns the
+        entries of `read` of tensors, or stacks of them, that were above it, with new scales.
 
         Raises:
             ValueError: if the factor is not a power of two.
@@ -171,11 +172,14 @@ class OverflowMonitor:
                 "unitscale.nn.OverflowMonitor.rebalance: factor must be a power of two, so that "
                 f"nothing is rounded; got {factor!r}"
             )
-        for _, variable in amax_states(model):
+        found = set()
+        for path, variable in amax_states(model):
             state = variable.get_value()
             above = state.counts[..., 0] > self.limit * state.counts[..., 1]
             scale = state.scale * factor
             in_range = (scale >= 2.0**-MAX_EXPONENT) & (scale <= 2.0**MAX_EXPONENT)
             scale = jnp.where(above & in_range, scale, state.scale)
             variable.set_value(dataclasses.replace(state, scale=scale))
-        return [entry for entry in self.read(model) if entry.share > self.limit]
+            for row in np.asarray(above).reshape(-1, len(TENSORS)):
+                found |= {(path, tensor) for tensor, hit in zip(TENSORS, row, strict=True) if hit}
+        return [entry for entry in self.read(model) if (entry.layer, entry.tensor) in found]

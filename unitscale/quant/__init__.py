@@ -43,7 +43,6 @@ from ._hooks import (
 from ._lowering import named_operands as named_operands
 from ._matmul import Multiplier as Multiplier, fake_quantize_operands as fake_quantize_operands
 from ._quantize import (
-    MAX_EXPONENT as MAX_EXPONENT,
     quantize_at as quantize_at,
     tensor_scale as tensor_scale,
 )

@@ -176,7 +176,8 @@ class MatmulConfig:
     """Formats of a matmul's operands and cotangent, and the strategy that scales them.
 
     The forward matmul is lhs x rhs; the backward matmuls are cotangent x rhs and lhs x cotangent.
-    Each operand is quantized once; its quantized form is saved for the backward pass.
+    An operand is quantized once, and its quantized form is saved for the backward pass, except with
+    blocks in one dimension, hadamard or wide_weight_gradient.
 
     Attributes:
         lhs: format of the left operand (activations).
@@ -192,8 +193,9 @@ class MatmulConfig:
         wide_weight_gradient: whether the weight gradient multiplies operands that are not
             quantized; the left one is then saved in its own dtype.
         accumulation: how FP8 kernels of Hopper GPUs add up. "fast" adds in about 14 bits of
-            mantissa; "exact" moves partial sums to float32, which is slower; "fast_forward" does so
-            only backward, as TransformerEngine and torchao do. No effect on other devices.
+            mantissa; "exact" moves partial sums to float32, which is slower; "fast_forward" is fast
+            in the forward matmul and exact in the others, as in TransformerEngine and torchao. No
+            effect on other devices.
 
     Raises:
         ValueError: if a format is unknown, unsigned or fnuz, or without `Block` lacks NaN (FP4 and

@@ -24,7 +24,7 @@ def contraction_of(dimension_numbers: Any, lhs_rank: int, rhs_rank: int) -> Cont
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     lhs = ascii_lowercase[:lhs_rank]
     pairs = zip((*rhs_batch, *rhs_summed), (*lhs_batch, *lhs_summed), strict=True)
-    shared = {right: lhs[left] for right, left in pairs}
+    shared = {right % rhs_rank: lhs[left] for right, left in pairs}
     fresh = iter(ascii_lowercase[lhs_rank:])
     rhs = "".join(shared.get(axis) or next(fresh) for axis in range(rhs_rank))
     batch = "".join(lhs[axis] for axis in lhs_batch)

@@ -51,7 +51,7 @@ def dot(
     lhs, rhs = widen(lhs), widen(rhs)
     if not merge:
         return multiply(lhs, rhs, dimension_numbers)
-    lhs, rhs = (x.reshape(-1, *x.shape[count:]) for x in (lhs, rhs))
+    lhs, rhs = (x.reshape(math.prod(x.shape[:count]), *x.shape[count:]) for x in (lhs, rhs))
     return multiply(lhs, rhs, (((0,), (0,)), ((), ())))
 
 

@@ -18,15 +18,11 @@ from ..core import (
     cast,
     format_of,
     materialize,
-    normal_pow2,
+    scale_to_fit,
     to_float,
     widen,
 )
 from ._config import Block, Delayed, Dynamic, Static, Strategy, Unit, check_strategy
-
-MAX_EXPONENT = 126
-"""Largest exponent of a scale (`tensor_scale`): 2**126 and 2**-126 are normal in float32."""
-MIN_EXPONENT = -MAX_EXPONENT
 
 Cast = Callable[[jax.Array, Any], Any]
 
@@ -36,29 +32,11 @@ def needs_scale(dtype: Any) -> bool:
     return format_of(dtype).exponent_bits < format_of("float32").exponent_bits
 
 
-def needed_exponent(largest: jax.Array, fmt: Format) -> jax.Array:
-    """Return the least k in -126 ... 126 with ``largest <= fmt.max * 2**k``, 0 < largest < inf."""
-    bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
-    top = int(np.asarray(fmt.max, np.float32).view(np.int32))
-    # Adding this makes mantissas above that of fmt.max carry into the exponent.
-    exponent = (bits + ((1 << 23) - 1 - (top & 0x7FFFFF))) >> 23
-    return jnp.clip(exponent - (top >> 23), MIN_EXPONENT, MAX_EXPONENT)
-
-
-def _scale_from(largest: jax.Array, fmt: Format, margin: int) -> jax.Array:
-    """Return the power-of-two scale for an amax; 1 if the amax is zero, infinite or NaN."""
-    exponent = needed_exponent(largest, fmt)
-    if margin:
-        exponent = jnp.minimum(exponent + margin, MAX_EXPONENT)
-    usable = (largest > 0) & (largest < jnp.inf)
-    return lax.stop_gradient(jnp.where(usable, normal_pow2(exponent), jnp.float32(1)))
-
-
 def tensor_scale(
     x: jax.Array, fmt: Format, margin: int = 0, axis: tuple[int, ...] | None = None
 ) -> jax.Array:
     """Return the `Dynamic` scale of a tensor; with ``axis``, one per slice, with size-1 axes."""
-    return _scale_from(amax(x, axis), fmt, margin)
+    return scale_to_fit(amax(x, axis), fmt, margin)
 
 
 def quantize_at(x: jax.Array, dtype: Any, scale: Any, cast_data: Cast = cast) -> ScaledArray:
@@ -88,9 +66,9 @@ def quantize_dynamic(
         if axes:
             sizes[axes[-1]] = min(strategy.size, max(x.shape[axes[-1]], 1))
     pads = [(0, -n % size) for n, size in zip(x.shape, sizes, strict=True)]
-    padded = jnp.pad(jnp.abs(widen(x)), pads) if pads else jnp.abs(widen(x))
-    split = _split(padded, sizes)
-    largest = jnp.max(split, axis=tuple(range(1, split.ndim, 2)), initial=0.0)
+    split = _split(jnp.pad(widen(x), pads) if pads else widen(x), sizes)
+    within = tuple(range(1, split.ndim, 2))
+    largest = lax.squeeze(amax(split, within), within)
     scale = _block_scale(largest, fmt, strategy)
     scaled = ScaledArray(x, scale, block_shape=tuple(sizes))
     return scaled.map_data(lambda x: cast_data(widen(x) / to_float(scaled.full_scale), dtype))
@@ -101,11 +79,11 @@ def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
     scale_format = format_of(strategy.scale_format)
     finite, unit = jnp.isfinite(largest), None
     if scale_format.name != "float8_e4m3fn":
-        scale = _scale_from(largest, fmt, 0)
+        scale = scale_to_fit(largest, fmt)
     else:
         if strategy.tensor_scale:
             whole = jnp.max(jnp.where(finite, largest, 0.0), initial=0.0)
-            unit = _scale_from(whole / scale_format.max, fmt, 0)
+            unit = scale_to_fit(whole / scale_format.max, fmt)
             largest = largest / unit
         scale = jnp.maximum(largest / fmt.max, scale_format.smallest_subnormal)
         scale = jnp.where(finite & (largest > 0), scale, 1.0)
@@ -162,9 +140,10 @@ def quantize(
 
     Scaling:
         data = x / scale, where the strategy chooses the scale; formats with the range of float32
-        get none. `Unit` casts the data of a ScaledArray and keeps its scale; the other strategies
-        quantize its value. Finite values saturate; infinity becomes NaN if the format lacks it. In
-        FP4 and FP6, which lack NaN too, `Block` makes whole blocks NaN; other strategies hide both.
+        get none, except from `Static`. `Unit` casts the data of a ScaledArray and keeps its scale;
+        the other strategies quantize its value. Finite values saturate; infinity becomes NaN if the
+        format lacks it. In FP4 and FP6, which lack NaN too, `Block` makes whole blocks NaN; other
+        strategies hide both.
 
     Args:
         x: floating array or ScaledArray of any shape.
@@ -183,9 +162,10 @@ def quantize(
     """
     strategy = Unit() if strategy is None else strategy
     check_strategy("quantize", strategy)
+    x = x if isinstance(x, ScaledArray) else ScaledArray(x)
     if isinstance(strategy, Unit):
-        return cast(x if isinstance(x, ScaledArray) else ScaledArray(x), dtype)
-    x = (x if isinstance(x, ScaledArray) else ScaledArray(x)).value
+        return cast(x, dtype)
+    x = x.value
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     if x.ndim and any(not -x.ndim <= a < x.ndim for a in axes):
         raise ValueError(
@@ -205,7 +185,7 @@ def quantize(
 
 
 def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
-    """Dequantize to the dtype of ``x``; finite values that rounded beyond its range saturate."""
+    """Dequantize to the dtype of ``x``. Results out of its range saturate if ``x`` is finite."""
     y = quantized.map_data(materialize).value
     largest = jnp.asarray(format_of(y.dtype).max, y.dtype)
     y = jnp.where(jnp.isfinite(x), jnp.clip(y, -largest, largest), y)

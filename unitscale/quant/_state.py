@@ -18,24 +18,22 @@ import numpy as np
 from jax import export
 from jax.custom_derivatives import SymbolicZero
 
-from ..core import Format, amax, from_json, pow2, to_json, widen
+from ..core import MAX_EXPONENT, Format, amax, exponent_to_fit, from_json, pow2, to_json, widen
 from ._config import Delayed, MatmulConfig, Static, Strategy
-from ._quantize import MAX_EXPONENT, MIN_EXPONENT, needed_exponent
 
 TENSORS = ("lhs", "rhs", "cotangent")
 """The three tensors of a matmul, in the order of the rows of a `QuantState`."""
 
 # Bins of a tally that follow those of the exponents.
-_NOT_FINITE = MAX_EXPONENT - MIN_EXPONENT + 1
+_NOT_FINITE = 2 * MAX_EXPONENT + 1
 _SATURATED, _ELEMENTS, _BINS = _NOT_FINITE + 1, _NOT_FINITE + 2, _NOT_FINITE + 3
-_EMPTY = MIN_EXPONENT - 1.0
+_EMPTY = -MAX_EXPONENT - 1.0
 _LIBRARIES = {"unitscale", "jax", "flax", "contextlib"}  # stack frames that a warning skips
 
 
 def is_stateful(strategy: Strategy) -> TypeGuard[Delayed | Static]:
     """Return whether a strategy keeps its scales in a `QuantState` between steps."""
-    static = isinstance(strategy, Static)
-    return isinstance(strategy, Delayed) or (static and strategy.scales is None)
+    return isinstance(strategy, Delayed | Static) and getattr(strategy, "scales", None) is None
 
 
 @partial(
@@ -112,7 +110,7 @@ class QuantState:
         """
         state = self if gradient is None else self.add(gradient)
         tally, strategy = state.tally, state.strategy
-        exponents = jnp.arange(MIN_EXPONENT, MAX_EXPONENT + 1, dtype=jnp.float32)
+        exponents = jnp.arange(-MAX_EXPONENT, MAX_EXPONENT + 1, dtype=jnp.float32)
         latest = jnp.max(jnp.where(tally[..., :_NOT_FINITE] > 0, exponents, _EMPTY), axis=-1)
         rolled = jnp.concatenate([latest[..., None], state.history[..., :-1]], axis=-1)
         history = jnp.where((latest > _EMPTY)[..., None], rolled, state.history)
@@ -142,7 +140,7 @@ class Seen(NamedTuple):
 def measure(x: jax.Array, fmt: Format, scale: jax.Array) -> Seen:
     """Return the statistics of a tensor that is quantized at ``scale``."""
     largest = amax(x)
-    k = needed_exponent(largest, fmt) - MIN_EXPONENT
+    k = exponent_to_fit(largest, fmt) + MAX_EXPONENT
     k = jnp.where(jnp.isfinite(largest), jnp.where(largest > 0, k, -1), _NOT_FINITE)
     beyond = jnp.abs(widen(x)) * (1 / scale) > fmt.max
     return Seen(k, jnp.sum(beyond, dtype=jnp.float32))
@@ -182,6 +180,11 @@ def check_state(owner: str, config: MatmulConfig | None, state: QuantState | Non
         raise TypeError(
             f"unitscale.quant.{owner}: state must be a QuantState; got {type(state).__name__}. "
             "Load the state of a model that was converted with the same rules"
+        )
+    elif strategy is None:
+        raise ValueError(
+            f"unitscale.quant.{owner}: state needs config, the MatmulConfig with the strategy "
+            f"{state.strategy!r}; got config None"
         )
     elif state.strategy != strategy:
         raise ValueError(
