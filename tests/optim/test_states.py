@@ -289,3 +289,13 @@ def test_a_sum_never_stalls_and_moments_have_their_initial_values() -> None:
     np.testing.assert_array_equal(state.inner.sum_of_squares["w"], 4000.0)
     tx = scaled(optax.scale_by_rms(initial_scale=0.1), weights=None)
     np.testing.assert_allclose(tx.init(params).inner.nu["w"].value, 0.1, rtol=2**-9)
+
+
+def test_conversion_knows_its_key_by_its_place() -> None:
+    params = {"key": jnp.ones((4, 4)), "w": jnp.ones((4, 4))}
+    plain = optax.adam(1e-3)
+    raw = scaled(plain, rounding="stochastic", key=jax.random.PRNGKey(0))
+    found = optim.convert_state(plain.init(params), raw.init(raw.scale_params(params)))
+    np.testing.assert_array_equal(to_array(found.inner[0].mu["key"]), 0.0)
+    with pytest.raises(ValueError, match=r"only one of them has .*key"):
+        optim.convert_state(plain.init({"w": params["w"]}), plain.init(params))

@@ -24,6 +24,7 @@ from unitscale.optim._storage import (
     store,
     store_all,
 )
+from unitscale.quant import Block, quantize
 
 NARROW = ["float8_e4m3fn", "float16", pytest.param("float8_e5m2", marks=pytest.mark.slow)]
 WIDE = ["bfloat16", "float32"]
@@ -443,3 +444,13 @@ def test_numbers_are_parameters_as_in_optax() -> None:
     assert optim.apply_updates([1.0], [0.5]) == [1.5]
     for tx in (optim.skip_nonfinite(optax.sgd(0.5)), scaled(optax.sgd(0.5), weights=None)):
         assert tx.step([1.0], tx.init([1.0]), [1.0])[0] == [0.5]
+
+
+def test_scales_of_large_channels_and_in_8_bits() -> None:
+    channels = ScaledArray(jnp.ones((4096, 64), jnp.float16), jnp.full((1, 64), 2.0))
+    moved = apply_updates(channels, jnp.ones((4096, 64)))
+    np.testing.assert_array_equal(moved.value, 3.0)
+    powers = quantize(jnp.ones((2, 32)), "float8_e4m3fn", Block(32))
+    moved = apply_updates(powers, jnp.full((2, 32), 0.5))
+    assert moved.scale.dtype == powers.scale.dtype
+    np.testing.assert_array_equal(moved.value, 1.5)

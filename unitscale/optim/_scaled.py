@@ -284,6 +284,10 @@ def scaled(
 
     def scale_params(params: Any, *, stack_axes: Any = None) -> Any:
         def convert(axes: int | None, x: Any) -> Any:
+            if axes is not None and axes < 0:
+                raise ValueError(
+                    f"unitscale.optim.scale_params: stack_axes must be 0 or more; got {axes}"
+                )
             if not (is_scaled(x) or is_floating(x)):
                 return x
             are_vectors = axes is not None and jnp.ndim(x) == axes + 1
@@ -411,21 +415,22 @@ def convert_state(state: Any, like: Any) -> Any:
         >>> convert_state(state, ours.init(params)).inner[0].mu["w"]
         ScaledArray(float8_e4m3fn[64,64], scale=0.000488281)
     """
+    inner, key = map(jax.tree_util.GetAttrKey, ("inner", "key"))
 
     def named(tree: Any) -> dict[str, Any]:
-        """Return leaves by path, without the level that `scaled` adds."""
+        """Return paths and leaves by name, without the level that `scaled` adds."""
         found = jax.tree.leaves_with_path(tree, is_leaf=is_stored)
-        inner = jax.tree_util.GetAttrKey("inner")
-        return {path_name([k for k in path if k != inner]): x for path, x in found}
+        return {path_name([k for k in path if k != inner]): (path, x) for path, x in found}
 
     wrong = "unitscale.optim.convert_state: state must be of the same transformation and parameters"
     source, target = named(state), named(like)
-    if other := {n for n in source.keys() ^ target.keys() if n.rpartition(".")[2] != "key"}:
+    one = {name: path for name, (path, _) in (source | target).items()}
+    if other := {n for n in source.keys() ^ target.keys() if one[n][-1:] != (key,)}:
         raise ValueError(f"{wrong} as like; only one of them has {', '.join(sorted(other))}")
 
-    def convert(name: str, new: Any) -> Any:
-        is_key = isinstance(new, jax.Array) and jnp.issubdtype(new.dtype, jax.dtypes.prng_key)
-        value = load(source.get(name, new)) if is_key else load(source[name])
+    def convert(name: str, path: Any, new: Any) -> Any:
+        is_key = path[-1:] == (key,)
+        value = load(source.get(name, (path, new))[1])
         if jnp.shape(new) != jnp.shape(value):
             got = f"got shape {jnp.shape(value)}, expected {jnp.shape(new)} at {name}"
             raise ValueError(f"{wrong} as like; {got}")
@@ -433,7 +438,7 @@ def convert_state(state: Any, like: Any) -> Any:
             return store(moment_of(new), value)
         return jnp.asarray(value, new.dtype) if hasattr(new, "dtype") and not is_key else value
 
-    leaves = [convert(name, new) for name, new in target.items()]
+    leaves = [convert(name, *found) for name, found in target.items()]
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_stored), leaves)
 
 

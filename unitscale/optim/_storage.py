@@ -57,8 +57,9 @@ class Moment:
         and blocks, the scale follows from the exact maximum, so that nothing saturates.
 
         For larger arrays it follows from a sample of about 2^14 evenly spaced entries, with
-        headroom of 2^10 in formats with 5 exponent bits (float16, e5m2), and in others of 2 above
-        sampled and earlier entries. Larger entries saturate for some steps.
+        headroom of 2^10 in formats with 5 exponent bits (float16, e5m2). In others the headroom is
+        2, above the largest entry of the sample and of the previous state. Larger entries saturate
+        for some steps.
 
         The root halves the exponents: float8_e4m3fn then covers 2^34 between the largest and the
         smallest second moment, with a relative error of at most 2^-3. Nonzero values never round to
@@ -172,10 +173,11 @@ def load(stored: Any) -> Any:
 
 
 # The biased exponents of the largest entries so far, and the binades of headroom above them; empty
-# in formats with 5 exponent bits, which have enough headroom without it.
+# in formats with 5 exponent bits, whose headroom is the constant _ROOM.
 Seen: TypeAlias = tuple[jax.Array, jax.Array] | tuple[()]
 Path: TypeAlias = tuple[Any, ...]
-# Size of an array, and static arguments and arrays of a function that chooses its scale.
+# The size of an array, and the static and the array arguments of the function that chooses its
+# scale.
 Choice: TypeAlias = tuple[int, tuple[Any, ...], tuple[Any, ...]]
 
 
@@ -246,7 +248,7 @@ def gather_scales(tree: Any) -> Any:
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_scaled)
     scales = {i: x.scale for i, x in enumerate(leaves) if is_scaled(x) and x.scale is not None}
-    own = [i for i, scale in scales.items() if scale.ndim == 0]
+    own = [i for i, x in scales.items() if x.ndim == 0 and x.dtype == jnp.float32]
     if not own or jax.default_backend() == "cpu":
         return tree
     vector = lax.optimization_barrier(jnp.stack([scales[i] for i in own]))
@@ -359,12 +361,16 @@ def is_sampled(shape: tuple[int, ...], axes: Sequence[int]) -> bool:
 def sample(x: Any, axes: Sequence[int]) -> list[Any]:
     """Return evenly spaced rows and columns of a large array, and all of a small one.
 
-    Columns cost 32 bytes per entry, but rows may all belong to one channel of a flattened image.
+    Rows alone could all belong to one channel of a flattened image. There are fewer columns,
+    because reading one entry of a column costs 32 bytes of memory traffic.
     """
     if not is_sampled(x.shape, axes):
         return [x]
-    stride = max(1, min(x.shape[-1], x.size // _COLUMN_SAMPLE))
-    return [_thin(x, axes, _ROW_SAMPLE), _thin(x[..., ::stride], axes, _UNSAMPLED)]
+    parts = [_thin(x, axes, _ROW_SAMPLE)]
+    if x.ndim - 1 in axes:  # else columns have scales of their own
+        stride = max(1, min(x.shape[-1], x.size // _COLUMN_SAMPLE))
+        parts.append(_thin(x[..., ::stride], axes, _UNSAMPLED))
+    return parts
 
 
 def _thin(x: Any, axes: Sequence[int], entries: int) -> Any:
@@ -404,7 +410,9 @@ def add_updates(
     choices: dict[Path, Choice] = {}
     for (path, w), update in zip(weights.items(), updates, strict=True):
         scale = w.scale if is_scaled(w) and w.block_shape is None else None
-        if scale is not None and w.size and update is not None:
+        if scale is None or scale.dtype.itemsize == 1:  # a factor may not fit 8 bits
+            continue
+        if w.size and update is not None:
             axes = tuple(a for a, n in enumerate(scale.shape or (1,) * w.ndim) if n == 1)
             choices[path] = w.size, (axes,), (sample(w.data, axes), scale)
     factors, keys = _in_groups(_scale_change, choices), split_key(key, weights)
@@ -420,14 +428,15 @@ def _add_update(weight: Any, update: Any, key: Any, factor: jax.Array | None) ->
         return None
     update = update.value if is_scaled(update) else update
     if not is_scaled(weight) and not is_floating(weight):
-        return weight + lax.convert_element_type(update, weight.dtype)
+        return lax.convert_element_type(weight + update, weight.dtype)
     total = widen(weight.value if is_scaled(weight) else weight)
     total = total + lax.convert_element_type(update, total.dtype)
     if not is_scaled(weight) or weight.scale is None:
         data = round_finite(total, weight.dtype, key)
         return ScaledArray(data) if is_scaled(weight) else data
-    scale, block = to_float(weight.scale), weight.block_shape
-    scale = scale if factor is None else scale * lax.convert_element_type(factor, scale.dtype)
+    scale, block = weight.scale, weight.block_shape
+    if factor is not None:
+        scale = scale * lax.convert_element_type(factor, scale.dtype)
     full = ScaledArray(weight.data, scale, block_shape=block).full_scale
     data = round_finite(total / to_float(full), weight.dtype, key)
     return ScaledArray(data, scale, block_shape=block)

@@ -23,14 +23,16 @@ def _matrix_axes(path: Any, x: Any) -> optax.contrib.MuonDimensionNumbers | None
     """Return the input and output axes of a hidden kernel, without axes of a stack; else None."""
     if not _has_role(x):
         raise ValueError(
-            "unitscale.optim.umup: params must be variables with role, fan_in, fan_out and depth, "
+            "unitscale.optim: params must be variables with role, fan_in, fan_out and depth, "
             "as nnx.state(model, nnx.Param) of unitscale.nn layers are; "
-            f"{path_name(path) or 'params'} has none; make it with them, as in "
+            f"got none of these for {path_name(path) or 'params'}. Create it with them, as in "
             "nnx.Param(x, role='bias', fan_in=1, fan_out=1, depth=1)"
         )
+    if x.role != "weight":
+        return None
     for first, split in itertools.combinations(range(len(x.shape)), 2):
         fans = math.prod(x.shape[first:split]), math.prod(x.shape[split:])
-        if x.role == "weight" and fans == (x.fan_in, x.fan_out):
+        if fans == (x.fan_in, x.fan_out):
             axes = tuple(range(first, split)), tuple(range(split, len(x.shape)))
             return optax.contrib.MuonDimensionNumbers(*axes)
     return None
