@@ -122,3 +122,9 @@ def test_programs() -> None:
     scales = (1.0, 8.0, 2.0**-8)
     table = {(i, n): (f, scaled(data, n)) for i, f in enumerate(PROGRAMS) for n in scales}
     check(table, atol=2.0**-9, decouple=True)
+
+
+def test_scales_that_are_no_powers_of_two() -> None:
+    x = ScaledArray(jnp.float16(333.25), jnp.float32(3.0))
+    cosine = scalify(jnp.cos, decouple=True)(x)
+    np.testing.assert_allclose(cosine.value, np.cos(999.75), atol=2.0**-11)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from tests.batching import compute, entry
 from tests.parallel.devices import explicit_mesh
 from unitscale import ScaledArray, as_scaled, grad, to_array
-from unitscale.transforms import scalify
+from unitscale.transforms import cast_data, scalify
 
 from .agreement import HALF, close, narrow, scaled
 from .table import clipped_gradient
@@ -164,3 +164,13 @@ def test_gradients_of_a_scalified_function_on_explicit_axes(function: Any) -> No
         x = ScaledArray(jax.device_put(half[1].data, P("d")), half[1].scale)
         found = jax.jit(grad(lambda w: to_array(scalify(loss)(w, x))))(half[0])
     close(found, expected, atol=4 * HALF)
+
+
+def test_sums_of_8_bit_data_are_exact() -> None:
+    def summed(x):
+        return jax.shard_map(lambda x: lax.psum(x, "d"), mesh=MESH, in_specs=P("d"), out_specs=P())(
+            cast_data(x, jnp.float8_e4m3fn)
+        )
+
+    x = jnp.array([1.125, 1.0])
+    np.testing.assert_array_equal(to_array(jax.jit(scalify(summed))(ScaledArray(x, 1.0))), 2.125)

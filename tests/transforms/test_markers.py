@@ -119,3 +119,13 @@ def test_a_scale_that_is_too_small_saturates() -> None:
     np.testing.assert_array_equal(found.value, np.array([65504, -65504]) * 2.0**-20)
     found = scalify(lambda x: set_scaling(cast_data(x, jnp.float8_e4m3fn), 2.0**-10))(x)
     np.testing.assert_array_equal(found.value, np.array([448, -448]) * 2.0**-10)
+
+
+def test_statistics_fit_8_bits_and_scales_are_read_eagerly() -> None:
+    outlier = jnp.zeros(1 << 20).at[0].set(1.0)
+    for narrow in (lambda x: cast_data(x, jnp.float8_e4m3fn), lambda x: x.astype("float8_e4m3fn")):
+        assert float(to_array(scalify(narrow)(as_scaled(outlier)))[0]) == 1
+    held = ScaledArray(outlier.astype(jnp.float8_e4m3fn), jnp.float32(1))
+    assert float(to_array(scalify(dynamic_rescale)(held))[0]) == 1
+    scale = as_scaled(jnp.float32(4.0))
+    assert float(scalify(set_scaling)(as_scaled(jnp.ones(2)), scale).scale) == 4

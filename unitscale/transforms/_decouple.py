@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..core import round_to_pow2
 from ._values import Scale, Value, scale_of, wide_value, widen
 
 _LARGEST = float(np.finfo(np.float16).max)
 _TINY = float(np.finfo(np.float16).tiny)
 _LOG = float(np.log(16.0))
 # For each function, the conditions for float16: maximum amax of the value, minimum scale, minimum
-# amax. At scales of 1 or more, data * scale is exact; at smaller scales small entries lose bits,
-# which matters unless the function is flat at 0. Functions that XLA builds from others (exp2,
+# amax. At powers of two of 1 or more, data * scale is exact; at smaller ones small entries lose
+# bits, which matters unless the function is flat at 0. Functions that XLA builds from others (exp2,
 # log1p, pow, tan) are not safe.
 _SAFE: dict[str, tuple[float, float, float]] = {
     "exp": (_LOG, _TINY, 0.0),
@@ -52,6 +53,7 @@ def decoupled(primitive: str, x: Value, apply: Callable[[Any], Any]) -> Value:
     most = widen(jnp.max(jnp.abs(lax.stop_gradient(x.data)))) * scale
     # A larger scale would be infinite in float16, and infinity times 0 is NaN.
     safe = (scale >= smallest_scale) & (scale <= 2.0**15) & (most <= largest) & (most >= smallest)
+    safe &= round_to_pow2(scale) == scale
 
     def in_float16() -> tuple[Any, Any]:
         # The new scale is 1, computed from `safe` so that both branches shard it alike.

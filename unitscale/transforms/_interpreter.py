@@ -115,7 +115,7 @@ class Interpreter:
     def wide(self, eqn: JaxprEqn, values: Sequence[Value]) -> Any:
         """Apply the primitive to ``data * scale`` of the operands, in float32 or wider."""
         arrays = same_type([v.wide() if is_float(v.data) else v.data for v in values])
-        results = self.bind(eqn, match_varying(arrays) if len(arrays) > 1 else arrays)
+        results = self.bind(eqn, match_varying(arrays))
         return self.wide_results(eqn, values, results)
 
     def wide_results(self, eqn: JaxprEqn, values: Sequence[Value], results: Any) -> Any:
@@ -217,7 +217,7 @@ def _constant(eqn: JaxprEqn, operands: Sequence[Value], result: Any) -> float | 
 def source_of(eqn: JaxprEqn) -> str | None:
     """Return the user code that an equation comes from, as ``file:line (function)``, if known."""
     traceback = eqn.source_info.traceback
-    own = (sys.modules["jax"].__path__[0], __file__.rsplit("/", 1)[0])
+    own = (f"{sys.modules['jax'].__path__[0]}/", __file__.rsplit("/", 1)[0])
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(own):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
@@ -299,7 +299,7 @@ def rule_of(primitive: Primitive) -> Rule | None:
 
 
 def coverage() -> str:
-    """Return a Markdown table of all rules and the primitives that they apply to.
+    """Return a Markdown table of unitscale's own rules and the primitives that they apply to.
 
     Rows are sorted by category.
 

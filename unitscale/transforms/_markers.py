@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -24,7 +25,6 @@ from ._values import (
     aval_of,
     fit,
     narrow,
-    plain,
     times,
     unit_of,
     widen,
@@ -123,7 +123,8 @@ def set_scaling(x: Any, scale: Any, *, on: Direction = "forward") -> Any:
 
     Args:
         x: floating array.
-        scale: positive scalar, a number or an array.
+        scale: positive scalar, a number or an array. Under `jax.vmap` all examples get the first
+            one's scale.
         on: "forward" for ``x``, "backward" for its cotangent, or "both".
 
     Returns:
@@ -247,17 +248,18 @@ def _mark(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Value
         dtype = jnp.promote_types(x.dtype, argument.dtype)
         return Value(lax.convert_element_type(x.data, dtype), x.scale, dtype, x.steps)
     wide, held = x.wide(), jnp.result_type(x.data) if x.is_stored else x.dtype
-    scale = _scale_to_set(rest[0]) if kind == "set" else Scale(0, unit_of(wide, argument))
+    if kind == "set":
+        scale = _scale_to_set(rest[0])
+    else:
+        scale = Scale(0, unit_of(wide, argument, format_of(held).max))
     return Value(fit(times(wide, scale.inverse()), held), scale, x.dtype, 0)
 
 
 def _scale_to_set(value: Value) -> Scale:
     """Return the scale that a marker sets: static if it is known to be a power of two."""
-    number = value.const if value.scale is None else None
-    if number is None:
-        number = plain(value.data).const
-    if number is not None and np.log2(number) == int(np.log2(number)):
-        return Scale(int(np.log2(number)))
+    mantissa, exponent = math.frexp(value.const or 0.0)
+    if mantissa == 0.5:
+        return Scale(exponent - 1)
     return Scale(0, lax.stop_gradient(value.numeric()))
 
 

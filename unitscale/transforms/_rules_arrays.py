@@ -185,7 +185,7 @@ def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
 
 
 def _is_one_per_row(eqn: JaxprEqn) -> bool:
-    """Return whether a scatter adds to one entry per row, as `take_along_axis` does in reverse."""
+    """Return whether a scatter adds to one entry per row, as the transpose of `take_along_axis`."""
     dims, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
     rows, last = tuple(range(len(shape) - 1)), (len(shape) - 1,)
     return (
@@ -206,6 +206,7 @@ def scatter_add(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) ->
         data = _scattered(eqn, operand, indices.data, added)
     else:  # element by element, which XLA fuses, while a scatter is a separate kernel
         index, last = indices.data[..., 0], operand.ndim - 1
+        index = index.astype(jnp.promote_types(index.dtype, "int32"))  # 8 bits may be too few
         if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
             index = jnp.clip(index, 0, operand.shape[last] - 1)
         places = lax.broadcasted_iota(index.dtype, operand.shape, last)
@@ -253,7 +254,7 @@ def convert(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Val
 def narrowed(x: Value, dtype: Any) -> Value:
     """Cast to an 8-bit type, saturating; results computed from it have the original type."""
     x = x.uniform()
-    x = x if x.is_sized else x.measured()
+    x = x if x.is_sized else x.measured(dtype)
     return x.with_data(cast(x.data, dtype))
 
 

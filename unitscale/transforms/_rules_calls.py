@@ -20,7 +20,7 @@ from ._values import Scale, Value, aval_of, is_float, same_type, wide_value
 class Spec(NamedTuple):
     """Everything static about a value; ``index`` is the position of its scale in the scales' list.
 
-    ``const`` is a string so that specs compare as expected: NaN != NaN, but 0.0 == -0.0.
+    ``const`` is a string, because floats compare in the wrong way: NaN != NaN, and 0.0 == -0.0.
     """
 
     log2: int | None

@@ -61,7 +61,7 @@ def growth_of(strategy: StaticScaling) -> Growth:
         if terms <= 1:
             return 0
         result = function(primitive, terms)
-        if not (isinstance(result, (int, float)) and 0 < result < math.inf):
+        if not (isinstance(result, (int, float, np.number)) and 0 < result < math.inf):
             raise ValueError(
                 "unitscale.scalify: static_scaling must return a positive finite number; got "
                 f"{result!r} for {primitive} over {terms} terms"

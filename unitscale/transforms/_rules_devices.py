@@ -53,11 +53,14 @@ def summed(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> Any:
     sent = []
     for value in values:
         value = agreed(value, _names(axes))
-        if value.scale is not None and np.dtype(value.dtype).itemsize < 4:
+        held = np.dtype(jnp.result_type(value.data))
+        held = held if held.itemsize > 1 else np.dtype(value.dtype)  # FP8 data of a wider value
+        if value.scale is not None:
             # Divide narrow data before it is summed, so that the sum does not overflow.
-            growth = interpreter.settings.growth("psum", _count(axes, value.shape))
-            growth = 0 if value.scale.is_one and spans(value.dtype) else growth
-            data = fit(times(widen(value.data), Scale(-growth)), value.dtype)
+            growth = 0
+            if held.itemsize < 4 and not (value.scale.is_one and spans(held)):
+                growth = interpreter.settings.growth("psum", _count(axes, value.shape))
+            data = fit(times(widen(value.data), Scale(-growth)), held)
             value = Value(data, value.scale.shift(growth), value.dtype)
         sent.append(value)
     results = interpreter.bind(eqn, [v.data for v in sent])

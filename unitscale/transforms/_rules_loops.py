@@ -243,7 +243,7 @@ def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
         condition, body = _of_examples(condition, body, first, second)
         tests = known = [*tests, *known]
         first = second = len(known)
-    types = [v for v in values if v.scale is not None]
+    scaled = [v for v in values if v.scale is not None]
     wide = stops_on_floats(condition, body, first, second)
     if wide:
         tests, known, start = (list(map(_in_float32, vs)) for vs in (tests, known, start))
@@ -269,9 +269,9 @@ def while_loop(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
 
     final = lax.while_loop(test, lambda arrays: run(*arrays), _crossing(start, forms, avals))
     results = _enter(final, forms)
-    if not wide or not types:
+    if not wide or not scaled:
         return results
     return [  # in the type of the initial value; if that is plain, in the type of the operands
-        v if v.scale is None else Value(v.data, v.scale, s.dtype or data_dtype(*types), v.steps)
+        v if v.scale is None else Value(v.data, v.scale, s.dtype or data_dtype(*scaled), v.steps)
         for v, s in zip(results, original, strict=True)
     ]

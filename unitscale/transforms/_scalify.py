@@ -36,7 +36,7 @@ class Scalified:
         static_argnums: Sequence[int],
         static_argnames: Sequence[str],
         static_scaling: StaticScaling,
-        decouple: bool = False,
+        decouple: bool,
     ):
         self._function = function
         self._static_argnums = frozenset(static_argnums)

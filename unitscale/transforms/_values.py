@@ -54,7 +54,7 @@ class Scale:
         return 0 if self.array is None else jnp.ndim(self.array)
 
     def same(self, other: Scale | None) -> bool:
-        """Return whether another scale is known to be equal while tracing."""
+        """Return whether the scales are equal, as far as is known while tracing."""
         return other is not None and self.log2 == other.log2 and self.array is other.array
 
     def __mul__(self, other: Scale) -> Scale:
@@ -257,12 +257,17 @@ class Value:
             )
         return self.once("stored", self.measured)
 
-    def measured(self) -> Value:
-        """Return the value stored at the power of two nearest its RMS, read from the data."""
+    def measured(self, fitting: Any = None) -> Value:
+        """Return the value stored at the power of two nearest its RMS, read from the data.
+
+        All finite data fits into its type, and into the type ``fitting``.
+        """
         x = self.uniform()
         assert x.scale is not None, "a measured value is scaled"
-        largest = format_of(self.dtype).max
-        unit = x.once("rms", lambda: unit_of(x.apart().data, largest=largest))
+        name, largest = "rms", format_of(self.dtype).max
+        if fitting is not None:
+            name, largest = f"rms for {fitting}", min(largest, format_of(fitting).max)
+        unit = x.once(name, lambda: unit_of(x.apart().data, largest=largest))
         data = times(widen(x.apart().data), Scale(0, _inverse(unit)))
         # All finite float32 numbers fit, so that they need not saturate.
         is_half = self.dtype == np.float16 and data.dtype == np.float32
