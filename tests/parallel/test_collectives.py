@@ -296,3 +296,19 @@ def test_stochastic_rounding_is_unbiased() -> None:
         spread = 0.125 * np.sqrt(share * (1 - share) / devices)
         assert abs(got.mean() - 1.03) < 5 * spread / 64
         assert abs(got.std() / spread - 1) < 0.2
+
+
+def test_the_largest_numbers_stay_finite() -> None:
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        top = jnp.finfo(dtype).max
+        np.testing.assert_array_equal(
+            reduced(jnp.full((2, 4), top, dtype), 2), np.full((2, 4), top)
+        )
+
+
+def test_a_tensor_that_is_not_finite_halves_mu() -> None:
+    rows = np.ones((2, 4), np.float32)
+    rows[0, 0] = np.nan
+    auto = AutoScale.create(rows[0])
+    update = on_each(lambda g: auto.all_reduce(g, "data", small=0)[1].mu, 2)
+    np.testing.assert_array_equal(update(rows), 0.5)

@@ -67,8 +67,8 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WRONG: list[tuple[tuple[Any, ...], str]] = [
     (("localhost:1", 2, None), "process must"),
-    (("localhost:1", 2, 2), "process must"),
-    (("localhost:1", 0, 0), "process must"),
+    (("localhost:1", 2, 2), "processes must be positive"),
+    (("localhost:1", 0, 0), "processes must be positive"),
     ((None, 2, 0), "coordinator must"),
     (("localhost", 2, 0), "coordinator must"),
     (("localhost:1", "two", 0), "processes must"),

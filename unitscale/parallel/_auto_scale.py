@@ -21,8 +21,8 @@ class AutoScale:
 
     Scaling:
         mu <- mu / 2 (at least 2^-8) after a step in which a share of more than ``threshold`` of a
-        tensor's entries, over all devices, is infinite or beyond the range of the format; else
-        mu <- min(mu 2^(1/recovery), largest).
+        tensor's entries, over all devices, is beyond the range of the format, or any is not finite;
+        else mu <- min(mu 2^(1/recovery), largest).
 
         Sums are computed in float32 here, so mu = 1 never overflows. While few entries saturate, mu
         grows above 1: a few outliers then saturate, and other entries are rounded more precisely.

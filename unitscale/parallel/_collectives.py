@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from ..core import (
     CastRounding,
@@ -152,18 +153,19 @@ def _encode_fwd(*_: Any) -> Any:
 encode.defvjp(_encode_fwd, lambda *_: ())
 
 
-def decode(bits: jax.Array, fmt: Format) -> jax.Array:
-    """Return in float32 the numbers that the bits encode."""
-    return widen(lax.bitcast_convert_type(bits, _dtype(fmt)))
-
-
 def _scatter_mean(
     parts: jax.Array, fmt: Format, shared: _SharedScale, axis_name: AxisName, key: Any
 ) -> jax.Array:
     """Return, on device i, the mean of part i over all devices, divided by the scale."""
     bits = encode(widen(parts) * shared[1], fmt, key)
-    received = lax.all_to_all(bits, axis_name, 0, 0)
-    return jnp.sum(decode(received, fmt), axis=0) / received.shape[0]
+    received = lax.bitcast_convert_type(lax.all_to_all(bits, axis_name, 0, 0), _dtype(fmt))
+    return jnp.sum(widen(received), axis=0) / received.shape[0]
+
+
+def _unscaled(data: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Return ``data * scale`` in a dtype; numbers that were rounded beyond its range saturate."""
+    limit = jnp.float32(jnp.finfo(dtype).max) / scale
+    return narrow(lax.clamp(-limit, data, limit) * scale, dtype)
 
 
 def _gather(bits: Any, fmt: Format, axis_name: AxisName, axis: int = 0) -> jax.Array:
@@ -197,8 +199,9 @@ def exchange(
             f"unitscale.parallel.{where}: mu must be a number, or a tree of numbers as grads; got "
             f"{jax.tree.structure(mu)}"
         )
-    if any(isinstance(m, (int, float)) and not 0 < m < float("inf") for m in mus):
-        raise ValueError(f"unitscale.parallel.{where}: mu must be positive and finite; got {mu}")
+    known = [float(m) for m in mus if not isinstance(m, Tracer)]
+    if not all(2.0**-126 <= m < 2.0**127 for m in known):
+        raise ValueError(f"unitscale.parallel.{where}: mu must be from 2**-126 to 2**127; got {mu}")
     keys = _device_keys(where, rounding, key, axis_name, len(leaves))
     formats = [large if leaf.size >= small else little for leaf in leaves]
     shared = agree(leaves, formats, mus, axis_name)
@@ -210,10 +213,11 @@ def exchange(
         parts = jnp.pad(leaf.reshape(-1), (0, -leaf.size % devices)).reshape(devices, -1)
         own = _scatter_mean(parts, fmt, shared, axis_name, first)
         data = widen(_gather(encode(own, fmt, second), fmt, axis_name))
-        return narrow(data[: leaf.size].reshape(leaf.shape) * shared[0], leaf.dtype)
+        return _unscaled(data[: leaf.size].reshape(leaf.shape), shared[0], leaf.dtype)
 
     def share_beyond(leaf: jax.Array, fmt: Format, shared: _SharedScale) -> jax.Array:
-        return jnp.mean(jnp.abs(widen(leaf)) * shared[1] > fmt.max, dtype=jnp.float32)
+        share = jnp.mean(jnp.abs(widen(leaf)) * shared[1] > fmt.max, dtype=jnp.float32)
+        return jnp.where(jnp.isnan(shared[0]), 1, share)
 
     saturated = []
     if count and leaves:
@@ -345,7 +349,7 @@ def reduce_scatter(
         shape = (*leaf.shape[:i], devices, leaf.shape[i] // devices, *leaf.shape[i + 1 :])
         parts = jnp.moveaxis(leaf.reshape(shape), i, 0)
         own = _scatter_mean(parts, fmt, scale, axis_name, key)
-        return narrow(own * scale[0], leaf.dtype)
+        return _unscaled(own, scale[0], leaf.dtype)
 
     return jax.tree.unflatten(structure, list(map(mean, leaves, shared, keys)))
 

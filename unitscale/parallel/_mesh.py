@@ -16,7 +16,7 @@ ROW_LAYERS = frozenset(
 )
 """Names of the last layers of blocks, whose kernels `param_shardings` shards by input."""
 
-EXPERT_LAYERS = frozenset(("experts",))
+_EXPERT_LAYERS = frozenset(("experts",))
 """Names of layers with one matrix per expert, whose kernels `param_shardings` shards by expert."""
 
 
@@ -131,7 +131,7 @@ def param_shardings(
     *,
     small: int = 1024,
     rows: Collection[str] = ROW_LAYERS,
-    experts: Collection[str] = EXPERT_LAYERS,
+    experts: Collection[str] = _EXPERT_LAYERS,
 ) -> Any:
     """Choose a sharding for every parameter, from its shape and its name.
 

@@ -1,6 +1,7 @@
 """Start-up of programs that run in several processes (`jax.distributed`)."""
 
 import math
+import operator
 import os
 from typing import Any
 
@@ -63,8 +64,8 @@ def initialize(
     limit = math.inf if count is None else count
     if limit < 1 or (index is not None and not 0 <= index < limit):
         raise ValueError(
-            "unitscale.parallel.initialize: process must be from 0 to processes - 1; got process "
-            f"{index} of {count}"
+            "unitscale.parallel.initialize: processes must be positive, and process from 0 to "
+            f"processes - 1; got process {index} of {count}"
         )
     host, _, port = str(address).rpartition(":")
     if address is not None and not (host and port.isdigit()):
@@ -74,7 +75,6 @@ def initialize(
         )
     if count == 1:
         return False
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     waits: Any = {"initialization_timeout": timeout, "heartbeat_timeout_seconds": heartbeat}
     try:
         jax.distributed.initialize(address, count, index, **waits)
@@ -89,7 +89,8 @@ def initialize(
 
 def _whole(name: str, value: Any) -> int | None:
     try:
-        return None if value is None else int(value)
+        own = int(value) if isinstance(value, str) else value
+        return None if own is None else operator.index(own)
     except (TypeError, ValueError):
         raise ValueError(
             f"unitscale.parallel.initialize: {name} must be a whole number; got {value!r}"

@@ -117,7 +117,8 @@ def train_step(
 
     def step(state: ParallelState, batch: Any, key: jax.Array | None = None) -> Any:
         for x in jax.tree.leaves(batch):
-            if not jnp.ndim(x) or jnp.shape(x)[0] % devices:
+            rows = jnp.shape(x)[0] if jnp.ndim(x) else 0
+            if not rows or rows % devices:
                 raise ValueError(
                     f"{where}: the batch must be divisible by the {devices} devices of "
                     f"{axis_name!r}; got a leaf of shape {jnp.shape(x)}"
