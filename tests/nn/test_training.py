@@ -463,3 +463,14 @@ test_errors = refuses(
         (TypeError, lambda: optimizer_of(Counting(), scaled(optax.adam(0.01))), "wrt"),
     ]
 )
+
+
+def test_a_stack_is_rebalanced_layer_by_layer() -> None:
+    monitor = OverflowMonitor(limit=0.3)
+    dots = (DotGeneral(MatmulConfig(strategy=Static())) for _ in range(2))
+    one, other = (nnx.Linear(2, 2, dot_general=dot, rngs=nnx.Rngs(0)) for dot in dots)
+    for layer, size in ((one, 1000.0), (other, 1.0)):
+        nn.value_and_grad(lambda layer, size=size: layer(jnp.full((1, 2), size)).sum())(layer)
+    stack = nn.stack_layers([one, other])
+    moved = {entry.tensor: entry.scale for entry in monitor.rebalance(stack)}
+    assert moved == {"lhs": 2.0}

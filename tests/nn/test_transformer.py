@@ -398,7 +398,7 @@ test_errors = refuses(
         (ValueError, lambda: stack().init_cache(1, 8), "a cache needs max_length="),
         (ValueError, lambda: nn.Residual(dense(4, 5), tau=0), "tau must be positive"),
         (ValueError, lambda: nn.stack_layers([dense(2, 2), dense(2, 3)]), "got 2 that differ"),
-        (ValueError, lambda: nn.stack_layers([]), "got 0 that differ"),
+        (ValueError, lambda: nn.stack_layers([]), "at least one layer; got none"),
         (ValueError, lambda: nn.unstack_layers(nn.Dropout(0.0)), "stacked state"),
     ]
 )

@@ -260,3 +260,13 @@ def test_its_gradients_are_the_true_ones_and_cut_ones_a_multiple() -> None:
     assert op.factors.bwd[0] == op.factors.fwd != op.factors.bwd[1]
     assert (type(half), half.dtype) == (ScaledArray, jnp.float16)
     np.testing.assert_allclose(scaled.data, plain.data, rtol=1e-5)
+
+
+def test_a_loss_without_a_constraint_keeps_its_own_factors() -> None:
+    def loss(x, y):
+        return jnp.mean(x**2) + 2 * jnp.mean(y)
+
+    example = jnp.zeros((8, 4)), jnp.zeros((8, 4))
+    free, tied = (ops.unit_scaled(loss, example, constraint=c).factors.bwd for c in (None, "gmean"))
+    assert free[0] != free[1]
+    np.testing.assert_allclose(tied, np.sqrt(free[0] * free[1]), rtol=1e-6)

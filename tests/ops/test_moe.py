@@ -1,5 +1,6 @@
 """Mixtures of experts against dense NumPy, in which every expert processes every token."""
 
+import dataclasses
 import functools
 
 import chex
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import unitscale
 from tests.gradients import jit
 from tests.parallel.devices import mesh_of
 from unitscale import ops, rules
@@ -217,3 +219,22 @@ def test_inside_of_shard_map_each_device_has_its_experts(scale) -> None:
         by_compiler = jax.jit(gradients)(*args)
     for found in (run(*args), by_compiler):
         chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_follow_the_batch_size() -> None:
+    x, kernel = (jax.random.normal(jax.random.key(n), (n, WIDTH)) for n in (TOKENS, 5))
+    kernel = kernel.T
+
+    def slope(tokens):
+        with unitscale.batch_size(tokens):
+            routing = ops.route(x, jnp.zeros((WIDTH, 5)), 2)
+
+            def loss(logits):
+                one = dataclasses.replace(routing, logits=logits)
+                return one.z_loss() + one.load_balancing_loss()
+
+            return jax.grad(loss)(x @ kernel)
+
+    np.testing.assert_allclose(slope(4 * TOKENS), 4 * slope(TOKENS), rtol=1e-6)
+    empty = ops.route(jnp.zeros((0, WIDTH)), kernel, 2)
+    assert empty.z_loss() == empty.load_balancing_loss() == 0

@@ -47,8 +47,9 @@ class KVCache:
     def append(self, key: jax.Array, value: jax.Array) -> "KVCache":
         """Return the cache with the keys and values of new tokens appended.
 
-        The length is known only at run time, so a full cache raises no error: tokens beyond
-        ``max_length`` become NaN, and so does every output that attends to them.
+        The length is known only at run time, so a full cache raises no error: if not all new tokens
+        fit, they become NaN and overwrite the last entries, and so outputs that attend to them are
+        NaN.
 
         Raises:
             ValueError: if the shapes do not fit, or there are more than ``max_length`` tokens.
@@ -89,7 +90,7 @@ class MultiHeadAttention(nnx.Module):
         mult: multiplier of the logits.
         broadcast_dropout: must be False: each attention weight is dropped independently.
         decode: must be False: use `init_cache` and the method `decode`.
-        implementation: as for `ops.dot_product_attention`; `decode` always uses "auto".
+        implementation: an `ops.Implementation`; `decode` always uses "auto".
 
     Example:
         >>> layer = MultiHeadAttention(4, 32, is_causal=True, rngs=nnx.Rngs(0))
@@ -214,7 +215,8 @@ class MultiHeadAttention(nnx.Module):
                 `nnx.make_causal_mask`; queries attend to keys where it is nonzero.
             segment_ids: (..., time) integers: tokens attend only to tokens with the same id, for
                 example in the same document of a packed sequence.
-            positions: (time,) or (..., time) for rotary positions; 0, 1, ... by default.
+            positions: (time,) or (..., time), rotary positions of queries and keys alike; 0, 1, ...
+                by default.
             deterministic: whether dropout is off; the layer's own setting by default.
             rngs: streams of keys for dropout, or a key; the layer's own by default.
             factor: multiplies the output; in a scan over layers, the layer's `factor_over`.

@@ -347,13 +347,14 @@ class Conv(_Convolution):
         constraint: Constraint = "to_output_scale",
         **options: Unpack[KernelOptions],
     ) -> None:
-        if in_features % feature_group_count or out_features % feature_group_count:
+        groups = feature_group_count
+        if groups < 1 or in_features % groups or out_features % groups:
             raise ValueError(
                 "unitscale.nn.Conv: feature_group_count must divide in_features and out_features; "
-                f"got {feature_group_count}, {in_features}, {out_features}"
+                f"got {groups}, {in_features}, {out_features}"
             )
         self.input_dilation = _sizes(input_dilation)
-        self.feature_group_count = feature_group_count
+        self.feature_group_count = groups
         super().__init__(
             in_features,
             out_features,

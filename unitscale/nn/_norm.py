@@ -217,7 +217,7 @@ class Dropout(nnx.Module):
             x,
             self.rate,
             key=key,
-            deterministic=key is None and self.rate > 0,
+            deterministic=key is None,
             broadcast_dims=self.broadcast_dims,
         )
 

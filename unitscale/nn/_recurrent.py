@@ -103,8 +103,6 @@ class RNNCell(nnx.Module):
         """
 
         def state(x: ops.ArrayLike) -> ScaledArray:
-            if isinstance(x, ScaledArray) and x.scale is None:
-                return ScaledArray(x.data.astype(self.policy.compute_dtype))
             value = x.value if isinstance(x, ScaledArray) else jnp.asarray(x)
             return ScaledArray(narrow(value, self.policy.compute_dtype))
 

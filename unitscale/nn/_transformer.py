@@ -397,7 +397,9 @@ def stack_layers(layers: Sequence[Layer]) -> Layer:
         (3, 4, 4)
     """
     split = [nnx.split(layer) for layer in layers]
-    if not split or any(graphdef != split[0][0] for graphdef, _ in split):
+    if not split:
+        raise ValueError("unitscale.nn.stack_layers: expected at least one layer; got none")
+    if any(graphdef != split[0][0] for graphdef, _ in split):
         raise ValueError(
             f"unitscale.nn.stack_layers: layers must have the same structure; got {len(split)} "
             "that differ in type, options or parameters"

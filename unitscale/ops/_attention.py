@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .. import rules
@@ -194,7 +195,9 @@ def _check_window(window: Any, is_causal: bool, time: int, source: int) -> Windo
     if window is None:
         return Window(None, 0 if is_causal else None)
     sides = tuple(window) if isinstance(window, tuple | list) else (window, window)
-    fits = len(sides) == 2 and all(isinstance(side, int) and side >= 0 for side in sides)
+    fits = len(sides) == 2 and all(
+        isinstance(side, int | np.integer) and side >= 0 for side in sides
+    )
     if time != source or not fits:
         raise ValueError(
             "unitscale.ops.dot_product_attention: local_window_size must be one or two integers, "

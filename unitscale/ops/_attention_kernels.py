@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec
 
 from ..core import (
     BATCH_AXES,
-    CONTEXT_AXES,
-    TENSOR_AXES,
     custom_vjp,
     dividing_axes,
     match_varying,
@@ -22,7 +20,7 @@ from ..core import (
     wide_dtype,
     widen,
 )
-from ._attention_path import LANES, target
+from ._attention_path import HEAD_AXES, LANES, target
 
 # Small chunks fit a CPU's cache; large ones need fewer kernel launches.
 _CHUNK = {"cpu": 128}
@@ -338,7 +336,7 @@ def splash(
         return jnp.swapaxes(attend(q, k, v, ids), 1, 2)
     axes, own = {n: size for n, size in mesh.shape.items() if size > 1}, jax.typeof(q).sharding
     rows = dividing_axes(BATCH_AXES, axes, q.shape[0])
-    heads = dividing_axes((*TENSOR_AXES, *CONTEXT_AXES), axes, q.shape[1], k.shape[1])
+    heads = dividing_axes(HEAD_AXES, axes, q.shape[1], k.shape[1])
     spec, of_ids = PartitionSpec(rows or None, heads or None), PartitionSpec(rows or None)
     if mesh.explicit_axes:
         q, k, v = (jax.sharding.reshard(x, spec) for x in (q, k, v))

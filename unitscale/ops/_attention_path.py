@@ -65,8 +65,8 @@ def attention_path(
     "splash", support causal masks, windows and segments, but no other mask and no dropout, and
     need whole heads on each device.
 
-    - "cudnn", on NVIDIA GPUs: 16-bit operands, even lengths, head sizes 8, 16, ..., 128; a window
-      only if causal.
+    - "cudnn", on NVIDIA GPUs of compute capability 8.0 or more: 16-bit operands (not float16 if q
+      or k has a scale), even lengths, head sizes 8, 16, ..., 128; a window only if causal.
     - "splash", on TPUs: bfloat16, lengths that are multiples of 128; not inside `jax.shard_map`,
       and with several devices only inside `jax.set_mesh`.
     - "chunked": no dropout; at least 128 x 128 weights per head on a CPU, else 1,024 x 1,024.
@@ -206,6 +206,8 @@ def _not_for_kernels(
 
 
 def _not_for_splash(time: int, source: int, dtype: Any) -> str | None:
+    if target() != "tpu":
+        return f"it needs a TPU, not a {target()}"
     if dtype != jnp.bfloat16:
         return f"it supports bfloat16, not {dtype}"
     if time % LANES or source % LANES:

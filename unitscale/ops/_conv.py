@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .. import rules
@@ -98,7 +99,7 @@ def conv_transpose(
 
 def _convolve(op, x, kernel, bias, how, padding, groups, constraint, config, state) -> ScaledArray:
     """Implement both convolutions; ``how`` has (name, value) pairs of strides and dilations."""
-    rank = getattr(x, "ndim", 0) - 2
+    rank = np.ndim(x) - 2
     data, x_scale = unpack(op, "x", x, tuple(range(1, rank + 2)))
     w, w_scale = unpack(op, "kernel", kernel, ...)
     if rank < 1 or w.ndim != data.ndim or w.shape[-2] * groups != data.shape[-1]:
@@ -160,7 +161,7 @@ def _conv(strides, padding, dilation, input_dilation, groups, x, kernel):
 
 
 def _per_axis(op: str, name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    sizes = (value,) * rank if isinstance(value, int) else tuple(value)
+    sizes = (value,) * rank if isinstance(value, int | np.integer) else tuple(value)
     if len(sizes) != rank or any(size < 1 for size in sizes):
         raise ValueError(
             f"unitscale.ops.{op}: {name} must be a positive integer or {rank} of them; got {value}"
@@ -187,7 +188,7 @@ def _sides(op: str, padding: Padding, window: Sequence[int], gaps: Sequence[int]
                 f"input_dilation {gaps}; give (low, high) pairs, or use conv_transpose"
             )
         return name
-    if name is None:
+    if name is None and padding is not None:
         each = (padding,) * rank if isinstance(padding, int) else padding
         pairs = [(side, side) if isinstance(side, int) else tuple(side) for side in each]
         if len(pairs) == rank and all(len(pair) == 2 for pair in pairs):
@@ -267,7 +268,7 @@ def max_pool(
 ) -> ScaledArray:
     """Take the maximum over windows, like `flax.linen.max_pool`, scaled to unit variance.
 
-    Scaling: `rules.max_pool`. The result keeps the scale of x. Its mean is not zero.
+    Scaling: `rules.max_pool`. The result keeps the scale of x. The mean of the result is not zero.
 
     Takes the arguments of `avg_pool`. The input is padded with -inf.
     """

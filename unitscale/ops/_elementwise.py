@@ -21,7 +21,7 @@ _CUBIC = 0.044715 * _LINEAR
 @jax.custom_jvp
 def _gate(x: jax.Array) -> jax.Array:
     """Return (1 + tanh u) / 2 as sigmoid(2 u), which is accurate where it is close to zero."""
-    # XLA removes the double negation.
+    # Negated twice, because XLA expands logistic(-z) to 1 / (1 + exp(z)), where the signs cancel.
     return lax.logistic(-(x * (-_LINEAR - _CUBIC * (x * x))))
 
 
@@ -78,7 +78,7 @@ def elementwise(
         >>> print(bool(abs(y.data.std() - 1) < 0.1))
         True
     """
-    return _elementwise(getattr(f, "__name__", "elementwise"), f, x, mult, constraint)
+    return _elementwise("elementwise", f, x, mult, constraint)
 
 
 def gelu(
@@ -225,6 +225,11 @@ def dropout(
         raise ValueError(
             "unitscale.ops.dropout: key must be a jax.random key unless deterministic=True; "
             "got None"
+        )
+    if not all(-data.ndim <= dim < data.ndim for dim in broadcast_dims):
+        raise ValueError(
+            "unitscale.ops.dropout: broadcast_dims must be dimensions of x; got "
+            f"{tuple(broadcast_dims)} for shape {data.shape}"
         )
     dims = {dim % data.ndim for dim in broadcast_dims}
     shape = [1 if i in dims else n for i, n in enumerate(data.shape)]

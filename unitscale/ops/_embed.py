@@ -72,7 +72,8 @@ def embed(
     Scaling: `rules.embed`. The result keeps the scale of the table.
 
     Args:
-        ids: integer array of any shape, in [0, vocab). An id out of range gives a row of NaN.
+        ids: integer array of any shape, in [0, vocab). An id out of range gives a row of NaN
+            (in formats that have it).
         table: (vocab, features), floating.
         vocab: number of rows in use, if the last rows are padding; None for all.
         dtype: dtype of the result; None for the table's (bfloat16 for 8 bits).
@@ -126,10 +127,10 @@ def _look_up(
     return ScaledArray(y, scale), data
 
 
-@partial(custom_vjp, nondiff_argnums=(2, 3, 4))
-def _rotate(x, positions, base, sign, out_dtype):
+@partial(custom_vjp, nondiff_argnums=(2, 3))
+def _rotate(x, positions, base, out_dtype):
     half = x.shape[-1] // 2
-    frequencies = np.float32(sign * np.float64(base) ** (-np.arange(half) / half))
+    frequencies = np.float32(np.float64(base) ** (-np.arange(half) / half))
     frequencies = frequencies.reshape((1,) * (positions.ndim + 1) + (half,))
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     angles = angles.reshape((1,) * (x.ndim - angles.ndim) + angles.shape)
@@ -139,13 +140,13 @@ def _rotate(x, positions, base, sign, out_dtype):
     return narrow(y, out_dtype)
 
 
-def _rotate_fwd(x, positions, base, sign, out_dtype):
-    return _rotate(x, positions, base, sign, out_dtype), (positions, jnp.zeros((0,), x.dtype))
+def _rotate_fwd(x, positions, base, out_dtype):
+    return _rotate(x, positions, base, out_dtype), (positions, jnp.zeros((0,), x.dtype))
 
 
-def _rotate_bwd(base, sign, out_dtype, residuals, cotangent):
+def _rotate_bwd(base, out_dtype, residuals, cotangent):
     positions, like = residuals
-    return _rotate(cotangent, positions, base, -sign, like.dtype), None
+    return _rotate(cotangent, -positions.astype(jnp.float32), base, like.dtype), None
 
 
 _rotate.defvjp(_rotate_fwd, _rotate_bwd)
@@ -171,4 +172,4 @@ def rotary(x: ArrayLike, positions: jax.Array, *, base: float = 10000.0) -> Scal
     if not broadcasts(positions.shape, data.shape[:-2]):
         shapes = {"x": data.shape, "positions": positions.shape}
         raise shape_error("rotary", "positions must broadcast to (..., time)", **shapes)
-    return ScaledArray(_rotate(data, positions, float(base), 1.0, output_dtype(x)), scale)
+    return ScaledArray(_rotate(data, positions, float(base), output_dtype(x)), scale)

@@ -166,7 +166,7 @@ def affine(
         raise shape_error(
             op,
             "kernel must be (in, out) with in == x.shape[-1]",
-            "Transpose the kernel?" if x.shape[-1:] == w.shape[-1:] else "",
+            "Transpose the kernel?" if w.ndim == 2 and x.shape[-1:] == w.shape[-1:] else "",
             x=x.shape,
             kernel=w.shape,
         )
@@ -309,4 +309,4 @@ def lora(
     if total[0].shape != data.shape:
         shapes["base"] = total[0].shape
         raise shape_error("lora", "base must be (..., out)", **shapes)
-    return combine(total, update)
+    return combine(total, update, out=output_dtype(base))

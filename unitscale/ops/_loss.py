@@ -76,7 +76,7 @@ def in_one_pass(z: jax.Array) -> Normalizer:
         smaller = jnp.exp(jnp.minimum(a, b) - largest)
         return largest, jnp.where(left, s, t) + jnp.where(left, t, s) * smaller
 
-    nothing = least.astype(z.dtype), jnp.zeros((), z.dtype)
+    nothing = least, jnp.zeros((), z.dtype)
     largest, total = lax.reduce((largest, total), nothing, join, (z.ndim - 1,))
     log_total = jnp.where(largest == jnp.inf, jnp.inf, jnp.log(total))
     is_one = jnp.isfinite(largest) & (total != 0)  # false if all logits are -inf
@@ -236,7 +236,7 @@ def softmax_cross_entropy(
         labels: (...), integers in [0, V). Negative labels count from the end, like indices. A label
             out of range gives a loss of NaN.
         mult: static multiplier of the logits (inverse temperature).
-        where: (...), boolean: the tokens to include; None for all. The mean over none is 0.
+        where: (...), boolean: the tokens to include; None for all. The mean is 0 without any.
         reduction: "mean" over the included tokens, "sum", or "none" (one loss per token).
 
     Returns:
@@ -290,7 +290,8 @@ def mse_loss(pred: ArrayLike, target: ArrayLike) -> jax.Array:
     """Return the mean squared error.
 
     Scaling: `rules.mse_loss`. Operands are multiplied by their scales. The value is the ordinary
-    loss. Gradients omit the 1/N of the mean, as in `softmax_cross_entropy`.
+    loss. Gradients omit the 1/N of the mean, as in `softmax_cross_entropy`. N counts elements here,
+    so inside ``unitscale.batch_size(n)`` gradients are n / elements times those outside.
     """
     p, p_scale = unpack("mse_loss", "pred", pred)
     t, t_scale = unpack("mse_loss", "target", target)

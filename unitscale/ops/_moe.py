@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import rules
 from ..core import (
     ScaledArray,
+    batch_size_override,
     custom_vjp,
     narrow,
     num_batch_shards,
@@ -146,8 +147,9 @@ class Routing:
     def load_balancing_loss(self) -> jax.Array:
         """Return the load-balancing loss, which is 1 for equally loaded experts.
 
-        Scaling: ``experts * sum(f * P)``, where f is an expert's share of tokens and P its mean
-        probability. Gradients flow through P only, and omit 1/N as in `softmax_cross_entropy`.
+        Scaling: ``experts * sum(f * P)``, where f is an expert's share of the tokens * top_k
+        assignments, and P its mean probability. Gradients flow through P only, and omit 1/N as in
+        `softmax_cross_entropy`.
 
         References:
             Fedus, Zoph, Shazeer, "Switch Transformers", 2021, arXiv 2101.03961, equations 4 to 6
@@ -156,8 +158,8 @@ class Routing:
         count = self.logits.shape[1]
         hits = jnp.sum(_one_hot(self.experts, count), (0, 1), dtype=jnp.float32)
         probabilities = dataclasses.replace(self, logits=self._summed_logits()).probabilities
-        shares = lax.stop_gradient(hits) / self.experts.size
-        return count * jnp.sum(shares * jnp.mean(probabilities, 0))
+        shares = lax.stop_gradient(hits) / max(self.experts.size, 1)
+        return count * jnp.sum(shares * _mean(probabilities))
 
     def z_loss(self) -> jax.Array:
         """Return the mean square of logsumexp(logits), a loss that keeps logits small.
@@ -167,11 +169,17 @@ class Routing:
         References:
             Zoph et al., "ST-MoE", 2022, arXiv 2202.08906, equation 5 (without its coefficient).
         """
-        return jnp.mean(jax.nn.logsumexp(self._summed_logits() * self.mult, axis=-1) ** 2)
+        return _mean(jax.nn.logsumexp(self._summed_logits() * self.mult, axis=-1) ** 2)
 
     def _summed_logits(self) -> jax.Array:
-        """Return the logits; multiply their gradient by the global number of tokens."""
-        return scale_bwd(self.logits, float(self.logits.shape[0] * self.shards))
+        """Return the logits; multiply their gradient by the batch size of factors."""
+        tokens = batch_size_override() or self.logits.shape[0] * self.shards
+        return scale_bwd(self.logits, float(tokens))
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """Return the mean over the first axis; 0 if it is empty."""
+    return jnp.sum(x, 0) / max(x.shape[0], 1)
 
 
 def route(

@@ -30,7 +30,7 @@ class _How(NamedTuple):
     groups: int | None = None  # number of groups that the last axis is split into
 
     def split(self, x: jax.Array) -> jax.Array:
-        """Return (..., groups, features / groups)."""
+        """Split the last axis into (groups, features / groups), if there are groups."""
         if self.groups is None:
             return x
         return x.reshape(*x.shape[:-1], self.groups, x.shape[-1] // self.groups)
@@ -47,8 +47,8 @@ def _normalized(how, factors, out_dtype, x, affine, constants):
 
 def _normalized_fwd(how, factors, out_dtype, x, affine, constants):
     x_scale, *scales = constants
-    # The second barrier makes XLA compute the statistics once (for RMS norm in the kernel that
-    # writes x). Layer norm reads the first entry of each row: the first barrier stores x before.
+    # Layer norm reads the first entry of each row, so the first barrier makes XLA store x before.
+    # The second makes XLA compute the statistics once (for RMS norm in the kernel that writes x).
     x = lax.optimization_barrier(x) if how.centered else x
     x, statistics = lax.optimization_barrier((x, _statistics(how, how.split(x), x_scale)))
     y = _apply(how, x, statistics)
@@ -138,7 +138,7 @@ def _norm(op, x, gain, bias, how, uniform=(-1,), given=()) -> ScaledArray:
     for name, parameter in (("gain", gain), ("bias", bias)):
         p, p_scale = (None, None) if parameter is None else unpack(op, name, parameter)
         if p is not None:
-            _check_features(op, x, name, p)
+            _check_features(op, data.shape, name, p)
         affine.append(p)
         scales.append(scale_argument(p_scale))
     batch = global_batch_size(data.size // max(features, 1), data)
@@ -165,17 +165,16 @@ def _standardized(eps, x, gain, bias, x_scale, gain_scale, bias_scale, mean, var
     return y * times(gain, gain_scale) + times(bias, bias_scale)
 
 
-def _check_features(op: str, x: ArrayLike, name: str, array: jax.Array) -> None:
-    if array.shape != x.shape[-1:]:
-        shapes = {"x": x.shape, name: array.shape}
-        raise shape_error(op, f"{name} must be (features,)", **shapes)
+def _check_features(op: str, shape: tuple[int, ...], name: str, array: jax.Array) -> None:
+    if array.shape != shape[-1:]:
+        raise shape_error(op, f"{name} must be (features,)", **{"x": shape, name: array.shape})
 
 
-def _rank(op: str, x: ArrayLike, least: int, expected: str) -> int:
+def _shape(op: str, x: ArrayLike, least: int, expected: str) -> tuple[int, ...]:
     shape = unpack(op, "x", x)[0].shape
     if len(shape) < least:
         raise shape_error(op, f"x must be {expected}", x=shape)
-    return len(shape)
+    return shape
 
 
 def layer_norm(
@@ -198,7 +197,7 @@ def layer_norm(
     References:
         Ba, Kiros, Hinton, "Layer Normalization", 2016, arXiv 1607.06450.
     """
-    _rank("layer_norm", x, 1, "(..., features)")
+    _shape("layer_norm", x, 1, "(..., features)")
     return _norm("layer_norm", x, gain, bias, _How(float(eps)))
 
 
@@ -212,7 +211,7 @@ def rms_norm(x: ArrayLike, gain: ArrayLike | None = None, *, eps: float = 1e-6) 
     References:
         Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
     """
-    _rank("rms_norm", x, 1, "(..., features)")
+    _shape("rms_norm", x, 1, "(..., features)")
     return _norm("rms_norm", x, gain, None, _How(float(eps), centered=False))
 
 
@@ -234,13 +233,13 @@ def group_norm(
     References:
         Wu, He, "Group Normalization", 2018, arXiv 1803.08494.
     """
-    rank = _rank("group_norm", x, 2, "(batch, *spatial, features)")
-    if num_groups < 1 or x.shape[-1] % num_groups:
+    shape = _shape("group_norm", x, 2, "(batch, *spatial, features)")
+    if num_groups < 1 or shape[-1] % num_groups:
         raise ValueError(
             "unitscale.ops.group_norm: num_groups must divide the features; got "
-            f"{num_groups} groups, x {tuple(x.shape)}"
+            f"{num_groups} groups, x {shape}"
         )
-    axes = (*range(1, rank - 1), -1)
+    axes = (*range(1, len(shape) - 1), -1)
     how = _How(float(eps), axes=axes, groups=num_groups)
     return _norm("group_norm", x, gain, bias, how, axes)
 
@@ -263,18 +262,19 @@ def batch_norm(
     References:
         Ioffe, Szegedy, "Batch Normalization", 2015, arXiv 1502.03167.
     """
-    rows = tuple(range(_rank("batch_norm", x, 2, "(..., features)") - 1))
+    shape = _shape("batch_norm", x, 2, "(..., features)")
+    rows = tuple(range(len(shape) - 1))
     if statistics is not None:
         for name, array in zip(("mean", "variance"), statistics, strict=True):
-            _check_features("batch_norm", x, name, array)
+            _check_features("batch_norm", shape, name, array)
         return _norm("batch_norm", x, gain, bias, _How(float(eps)), rows, statistics)
-    how = _How(float(eps), axes=(*rows, -1), groups=x.shape[-1])
+    how = _How(float(eps), axes=(*rows, -1), groups=shape[-1])
     return _norm("batch_norm", x, gain, bias, how, rows)
 
 
 def batch_statistics(x: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Return mean and variance of each feature over all other axes, in float32 (features,)."""
-    rows = tuple(range(_rank("batch_statistics", x, 2, "(..., features)") - 1))
+    rows = tuple(range(len(_shape("batch_statistics", x, 2, "(..., features)")) - 1))
     data, scale = unpack("batch_statistics", "x", x, rows)
     wide = lax.stop_gradient(widen(data))
     mean, var = jnp.mean(wide, rows), jnp.var(wide, rows)

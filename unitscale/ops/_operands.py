@@ -1,7 +1,6 @@
 """Helpers of the ops (unpack operands, compute in float32, weighted sums), and `unit_scaled`."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import EllipsisType
@@ -62,7 +61,7 @@ def unpack(
     if all(full.shape[axis] == 1 for axis in axes):
         return data, full
     full = to_float(full)
-    largest = safe_scale(jnp.max(full, axis=axes, keepdims=True))
+    largest = safe_scale(jnp.max(full, axis=axes, keepdims=True, initial=0))
     # The ratio is at most 1, usually a power of two. bfloat16 has the range for it, float16 not.
     dtype = data.dtype if data.dtype == jnp.bfloat16 else widen(data).dtype
     data = (widen(data) * (full / largest)).astype(dtype)
@@ -266,7 +265,8 @@ def unit_scaled(
 
     Scaling: `rules.closed_form` if the function has a known rule, else `rules.simulate`, with the
     shapes of the example. Arguments in ``cut`` keep their own backward factors; the others share
-    one with the result. A scalar result is a loss, with forward factor 1. ``fn`` gets values.
+    one with the result. A scalar result is a loss, with forward factor 1; unless the constraint is
+    None, its gradients share their geometric mean. ``fn`` is called with values.
 
     Args:
         fn: hashable function of arrays that returns one floating array. It runs in float32.
@@ -299,8 +299,8 @@ def unit_scaled(
     joined = [i for i in floats if i not in cut]
     fwd = known.fwd
     if is_loss and joined:
-        shared = math.exp(math.fsum(math.log(ideal[i]) for i in joined) / len(joined))
-        ideal |= dict.fromkeys(joined, shared)
+        together = rules.constrain(constraint and "gmean", *(ideal[i] for i in joined))
+        ideal |= dict(zip(joined, together, strict=True))
     elif joined:
         fwd, *together = rules.constrain(constraint, fwd, *(ideal[i] for i in joined))
         ideal |= dict(zip(joined, together, strict=True))

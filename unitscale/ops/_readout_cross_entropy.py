@@ -347,7 +347,7 @@ def split_tokens(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 _Body = Callable[[Any], tuple[Any, Any]]
 
 
-def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...] = BATCH_AXES) -> Any:
+def over_chunks(body: _Body, rows: Any, chunks: int, axes: tuple[str, ...]) -> Any:
     """Apply ``body`` to chunks of rows; sum its first results and concatenate its second ones.
 
     The first results are the gradient of a weight and statistics; either may be None.

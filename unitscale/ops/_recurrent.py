@@ -14,7 +14,7 @@ from jax import lax
 from .. import rules
 from ..core import ScaledArray
 from ._elementwise import elementwise, sigmoid_glu, tanh
-from ._operands import ArrayLike, scale_argument, shape_error, times, unpack, wide_op
+from ._operands import ArrayLike, output_dtype, scale_argument, shape_error, times, unpack, wide_op
 from ._residual import add, weighted_add
 
 
@@ -159,15 +159,15 @@ def simple_rnn(
     argument = add(x, h)
     if residual:
         argument = weighted_add(argument, state, weights=(math.sqrt(2), 1.0))
-    return elementwise(activation, argument).astype(unpack("simple_rnn", "state", state)[0].dtype)
+    return elementwise(activation, argument).astype(output_dtype(state))
 
 
 def _split(op: str, state: ArrayLike, name: str, x: ArrayLike, count: int) -> list[ScaledArray]:
     """Split the last axis into equal parts, one for each gate."""
     data, scale = unpack(op, name, x)
-    size, times = state.shape[-1], f"{count} * " if count > 1 else ""
+    size, prefix = state.shape[-1], f"{count} * " if count > 1 else ""
     if data.shape != (*state.shape[:-1], count * size):
-        expected = f"{name} must be (..., {times}features) for a state of (..., features)"
+        expected = f"{name} must be (..., {prefix}features) for a state of (..., features)"
         raise shape_error(op, expected, state=state.shape, **{name: data.shape})
     whole = ScaledArray(data, scale)
     parts = (slice(i * size, (i + 1) * size) for i in range(count))

@@ -18,6 +18,7 @@ from ..core import (
     narrow,
     result_dtype,
     scale_bwd,
+    wide_dtype,
     widen,
 )
 from ..rules import Constraint
@@ -54,7 +55,7 @@ def add(
         x, y = y, x
     left = unpack("add", "x", x)
     if isinstance(y, _NUMBER):
-        number = jnp.float32(y), None
+        number = jnp.asarray(y, wide_dtype(left[0].dtype)), None
         return combine(left, number, bwd=(1.0, 0.0), out=result_dtype(left[0]))
     right = unpack("add", "y", y)
     a, b = left[0], right[0]
