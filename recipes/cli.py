@@ -25,7 +25,7 @@ app = typer.Typer(
 
 ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="a YAML file")]
 ModelPath = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="a YAML file, or a folder with a model")
+    str, typer.Argument(metavar="CONFIG", help="a YAML file, a run's folder, or one with a model")
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="such as train.steps=100")
@@ -106,8 +106,16 @@ def sweep(
         raise RecipeError("sweep: expected a config file, such as configs/gpt/transfer.yaml")
     from .sweep.search import sweep as run_sweep
 
+    failed: RecipeError | None = None
     for config in configs:
-        run_sweep(config, jobs=jobs, fresh=fresh, console=Console())
+        try:
+            run_sweep(config, jobs=jobs, fresh=fresh, console=Console())
+        except RecipeError as error:
+            if error.exit_code != 1:
+                raise
+            failed = error  # some points failed; the other sweeps continue
+    if failed:
+        raise failed
 
 
 @app.command()

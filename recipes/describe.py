@@ -46,7 +46,7 @@ class Description(NamedTuple):
 
 def describe(config: RunConfig) -> Description:
     """Trace and lower the training step of a config, with shapes in place of arrays."""
-    config = config.resumed  # shapes follow from the config: do not read the weights in `init`
+    config = config.resumed  # except in recipe finetune, do not read the weights in `init`
     graphdef, step, shapes = abstract_step(config)
     state, loss = shapes[0], make_loss(graphdef, deterministic=False)
     one, two = (_saved_bytes(loss, state, config, size) for size in (1, 2))

@@ -28,6 +28,9 @@ RECIPES: dict[str, type[RunConfig]] = {
 }
 """Config classes by recipe; a file without the key `recipe` is of recipe gpt."""
 
+STORED = {"name", "seed", "data", "optimizer", "train", "sweep"}
+"""Some keys of every config that a run has stored, also of earlier versions."""
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Folder of the configs that come with the recipes."""
 
@@ -46,7 +49,7 @@ def load_config(
     name = file.get("recipe", "gpt")
     if not isinstance(name, str) or (schema := RECIPES.get(name)) is None:
         raise RecipeError(f"{path}: recipe: expected one of {', '.join(RECIPES)}; got {name!r}")
-    if kept or Path(path).name == CONFIG:  # stored by a run, perhaps of an earlier version
+    if kept or (Path(path).name == CONFIG and file.keys() >= STORED):
         file = OmegaConf.create(schema.upgraded(OmegaConf.to_container(file)))
     if "precision" in file:  # expand a preset's name, so that overrides can change single keys
         file.precision = keys.expand_preset(file.precision)
@@ -90,7 +93,7 @@ def _read(path: Path) -> DictConfig:
 
 
 def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
-    key, equals, value = word.partition("=")
+    key, equals, value = word.strip().partition("=")
     if not equals or not key:
         raise RecipeError(f"override {word!r}: expected key=value, such as train.steps=100")
     mapping, entry = keys.entry_of(key, schema)

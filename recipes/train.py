@@ -89,6 +89,7 @@ class _Run:
         # Batches since values were last checked, to find where one is not finite.
         self.recent: deque[Any] = deque(maxlen=config.train.log_every + 1)
         self.signal: Signals | None = None
+        self.validation: float | None = None  # the last validation loss
         self.speeds: list[float] = []  # between log lines
         loss = TextColumn("{task.fields[loss]}")
         columns = *Progress.get_default_columns(), MofNCompleteColumn(), loss
@@ -156,7 +157,7 @@ class _Run:
         if logging:
             self.log(done, values)
         if validating:
-            validation = self.validation_loss(done)
+            self.validation = validation = self.validation_loss(done)
             self.metrics.write(done, validation_loss=validation)
             self.say(f"step {done}  validation loss {validation:.4f}")
         if saving:
@@ -195,7 +196,7 @@ class _Run:
         if not _is_finite(jax.tree.leaves(self.state.params)):
             raise self.ruined(f"step {step}: the update made weights that are not finite")
         facts = {"formats": states.formats(self.config), "text": self.data.digest}
-        self.checkpoints.save(step, self.state, self.batches.get_state(), facts, wait=False)
+        self.checkpoints.save(step, self.state, self.batches.get_state(), facts)
 
     def validation_loss(self, done: int) -> float:
         batches = self.data.validation(self.config.train.eval_batches)
@@ -231,18 +232,20 @@ class _Run:
 
     def finish(self) -> Outcome:
         config, step = self.config, int(self.state.step)
-        validation = self.validation_loss(step)
+        validation = self.validation_loss(step) if self.validation is None else self.validation
         model, recipe = self.model(), recipe_of(config)
         if not processes.is_first():
             return Outcome(self.folder, step, validation, {}, None)
-        batch = loss_inputs(next(self.data.validation(1)))
-        before, after = probe(states.build_model(config), *batch), probe(model, *batch)
-        plot_rms(self.folder, {"at initialization": before, "after training": after})
-        plot_loss(self.folder, per=config.loss_unit)
         scores = recipe.scores(config, self.data, model, self.folder)
         said: list[str] = []
         save_scores(self.folder, scores, said.append)
         said.extend(recipe.closing(config, self.data, model, self.folder))
+        # The probe keeps all activations: a micro-batch of them fits into memory.
+        batch = loss_inputs(next(self.data.validation(1)))
+        batch = [x[: len(x) // config.data.micro_batches or 1] for x in batch]
+        before, after = probe(states.build_model(config), *batch), probe(model, *batch)
+        plot_rms(self.folder, {"at initialization": before, "after training": after})
+        plot_loss(self.folder, per=config.loss_unit)
         unit, precision = config.data.step_unit, config.precision
         policy = f"{precision.scalify} by scalify" if precision.scalify else precision.policy
         policy += f" with {precision.matmuls} matmuls" if precision.matmuls else ""

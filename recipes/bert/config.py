@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from ..config import (
     Count,
@@ -36,15 +36,23 @@ class MaskingConfig(Section):
     """Predict either all WordPiece tokens of a word or none."""
 
 
+_TOKENIZER = {"kind": "wordpiece", "lowercase": True}
+
+
 class BertDataConfig(DataConfig):
     """Text in pairs of segments, with tokens to predict."""
 
-    tokenizer: TokenizerConfig = TokenizerConfig(kind="wordpiece", lowercase=True)
+    tokenizer: TokenizerConfig = TokenizerConfig.model_validate(_TOKENIZER)
     """The tokenizer: WordPiece, or a file with BERT's special tokens."""
     pairs: Pairs = "none"
     """Also predict whether the second segment follows the first (next_sentence), or their order."""
     masking: MaskingConfig = MaskingConfig()
     """Choice of the tokens to predict."""
+
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _own_default(cls, given: Any) -> Any:
+        return _TOKENIZER | given if isinstance(given, dict) and "kind" not in given else given
 
     @property
     def predictions(self) -> int:

@@ -65,7 +65,7 @@ class Vocabulary(NamedTuple):
         draw = rng.random(chosen.size)
         others = rng.choice(np.flatnonzero(~self.special), chosen.size)
         seen = ids.astype(np.int32)
-        seen[chosen] = np.select([draw < 0.8, draw < 0.8 + 0.1], [self.mask, others], seen[chosen])
+        seen[chosen] = np.select([draw < 0.8, draw < 0.9], [self.mask, others], seen[chosen])
         return seen, positions, targets, np.arange(predictions) < chosen.size
 
 

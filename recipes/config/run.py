@@ -101,7 +101,7 @@ class PrecisionConfig(Section):
     loss_scale: Positive | Literal["dynamic"] | None = None
     """Loss scale: a constant, or dynamic to halve it when gradients overflow."""
     monitor: Fraction | None = None
-    """Log the share of elements of each FP8 tensor that saturate; rebalance acts above this one."""
+    """Log the share of elements of FP8 tensors that saturate; above this share rebalance acts."""
     rebalance: Flag = False
     """At log steps, double the scale of each tensor that saturates more than monitor allows."""
 
@@ -248,7 +248,7 @@ class MeshConfig(Section):
     context: Count = 1
     """Devices to shard the tokens of a sequence over."""
     tensor: Count = 1
-    """Devices to shard matrices over: their outputs, or inputs of the last one of each block."""
+    """Devices to shard kernels over, by outputs; by inputs in the last layer of each block."""
 
 
 class SweepConfig(Section):
@@ -337,8 +337,12 @@ class RunConfig(Section):
 
     @property
     def resumed(self) -> Self:
-        """The config without keys that only the first start of a run uses, such as `init`."""
+        """The config without `init`, to rebuild a trained model without its source."""
         return self
+
+    def continued_by(self, folder: Path) -> str | None:
+        """Return an override with which another run starts from this one's folder, if there is."""
+        return None
 
     def kept_in(self, folder: Path) -> Self:
         """Return the config with the name and parent of its run's folder, which may have moved."""
@@ -388,6 +392,8 @@ class RunConfig(Section):
                 "precision.exchange over mesh.fsdp needs bfloat16 or FP8, and a unitscale model or "
                 "precision.matmuls; correct it, or set it to null"
             )
+        if library == "plain" and precision.initial:
+            raise ValueError("precision.initial needs model.library unitscale; set it null")
         if library and precision.scalify and precision.policy != "float32":
             raise ValueError(f"precision.scalify needs policy float32; got {precision.policy}")
         return self
@@ -491,7 +497,8 @@ def _describe(key: str, group: Sequence[Mapping[str, Any]], schema: type[RunConf
         expected = "a mapping of keys to values"
     if expected[0].islower() or expected[0] == "'":
         expected = f"expected {expected}"
-    return f"{key} ({meaning}): {expected}; got {group[0]['input']!r}"
+    named = f"{key} ({meaning})" if meaning else key
+    return f"{named}: {expected}; got {group[0]['input']!r}"
 
 
 def unknown_key(key: str, schema: type[RunConfig]) -> str:
@@ -503,6 +510,8 @@ def unknown_key(key: str, schema: type[RunConfig]) -> str:
         return f"{key} is no longer a key of the config; it is always {schema.constants[key]}"
     fields = dict(valid_keys(schema))
     section, _, last = key.rpartition(".")
+    if key in fields:
+        return f"{key} is not a key of a file: write {last} in a section {section}"
     parts = {name: name.rpartition(".") for name in fields}
     inside = {end: name for name, (start, _, end) in parts.items() if start == section}
     elsewhere = {end: n for n, (_, _, end) in parts.items() if not section_of(fields[n])}

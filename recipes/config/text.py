@@ -174,7 +174,7 @@ class TransformerConfig(Section):
     scan: Flag | Literal["auto"] = "auto"
     """Stack the layers' parameters and scan over them; auto as in nn.TransformerStack."""
     remat: Literal["none", "dots", "quantized", "layer"] = "none"
-    """Activations to recompute: all (layer), all but matmul outputs (dots), inputs (quantized)."""
+    """Recompute whole layers, or all but matmul outputs (dots) or FP8 operands (quantized)."""
 
     @property
     def hidden(self) -> int:
@@ -356,6 +356,9 @@ class LanguageConfig(RunConfig):
     @property
     def resumed(self) -> Self:
         return self.model_copy(update={"init": None})
+
+    def continued_by(self, folder: Path) -> str:
+        return f"init={folder}"
 
     @property
     def context(self) -> int:

@@ -11,6 +11,7 @@ from ..config import (
     Flag,
     Fraction,
     NonNegative,
+    PrecisionConfig,
     RunConfig,
     Section,
     SequenceConfig,
@@ -52,7 +53,7 @@ class ClassificationConfig(Section):
     label: Column = "label"
     """Column of the label."""
     pooling: Pooling = "cls"
-    """Classify the first token's output, for runs with data.pairs, or the mean of all outputs."""
+    """Classify the first token's output (cls) or the mean of all; Hugging Face folders decide."""
 
     @model_validator(mode="after")
     def _columns_differ(self) -> Self:
@@ -120,6 +121,9 @@ class FinetuneConfig(RunConfig):
     def loss_unit(self) -> str:
         return "end of an answer" if self.task == "squad" else "row"
 
+    def continued_by(self, folder: Path) -> str | None:
+        return f"init={folder / 'pretrained'}" if self.plain else None
+
     @property
     def plain(self) -> bool:
         """True if `init` is a Hugging Face folder, that is, a plain model."""
@@ -130,13 +134,17 @@ class FinetuneConfig(RunConfig):
         """The config with scalify for a Hugging Face folder, or with a run's multipliers."""
         optimizer, precision = self.optimizer, self.precision
         if self.plain:
-            changed = precision.monitor is not None or precision.scaled_state
             formats = "float32", "bfloat16", "float16", "fp8"  # under scalify, except float32
-            if precision.policy not in formats or changed:
+            others = ["weights", "moments", "monitor", "initial", "readout"]
+            others += [] if precision.policy == "float32" else ["gradients", "exchange"]
+            default = PrecisionConfig()
+            keys = [key for key in others if getattr(precision, key) != getattr(default, key)]
+            if precision.policy not in formats or keys:
                 raise RecipeError(
-                    f"precision: expected policy {', '.join(formats)}, and monitor, weights and "
-                    f"moments null, for the Hugging Face folder {self.init}; got policy "
-                    f"{precision.policy}; change precision, or init with a run of recipe bert"
+                    f"precision: expected policy {', '.join(formats)}, and no {', '.join(others)}, "
+                    f"for the Hugging Face folder {self.init}; got "
+                    f"{', '.join([f'policy {precision.policy}', *keys])}; change precision, or "
+                    "init with a run of recipe bert"
                 )
             if optimizer.umup:
                 raise RecipeError(

@@ -43,6 +43,9 @@ class GPTConfig(LanguageConfig):
         """The path in `init`, if it is a Hugging Face folder."""
         return None if self.init is None or is_run(self.init) else self.init
 
+    def continued_by(self, folder: Path) -> str:
+        return f"lora.init={folder / 'adapter'}" if self.lora else super().continued_by(folder)
+
     @property
     def keeps_fp8(self) -> bool:
         return self.model.variant.fp8 and str(self.precision.frozen).startswith("float8")

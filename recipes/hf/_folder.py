@@ -205,7 +205,7 @@ def chat_prompt(folder: str, message: str) -> str:
             raise_exception=raise_exception,
             **{n: t.get("content", "") if isinstance(t, dict) else t for n, t in special.items()},
         )
-    except jinja.TemplateError as error:
+    except (jinja.TemplateError, TypeError, ValueError, KeyError) as error:
         raise RecipeError(
             f"{path}: the chat template failed: {error}; write the prompt out, without --chat"
         ) from error

@@ -145,7 +145,8 @@ def save(
       RecipeError: A weight is not finite in the dtype of its file, or a file cannot be written.
     """
     source = _with_new_head(pretrained) if pretrained.drawn else pretrained.source
-    if labels and tuple(labels) != getattr(pretrained.config, "labels", ()):
+    own = () if pretrained.drawn else getattr(pretrained.config, "labels", ())
+    if labels and tuple(labels) != own:
         source = _with_config(source, labels)
     values = values_by_path(pretrained.params if params is None else params)
     tensors, linear, kind = dict(source.tensors), [], source.config["model_type"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..config import BatchConfig, Count, OptimizerConfig, RunConfig, Section
 
@@ -43,6 +43,9 @@ class ImageModelConfig(Section):
         return "unitscale" if self.kind == "vit" else "plain"
 
 
+_OPTIMIZER = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "umup": False}
+
+
 class ImagesConfig(RunConfig):
     """Config of an image classifier's run."""
 
@@ -55,15 +58,18 @@ class ImagesConfig(RunConfig):
     """The images and their batches."""
     model: ImageModelConfig = ImageModelConfig()
     """The shape of the model."""
-    optimizer: OptimizerConfig = OptimizerConfig(
-        name="sgd", learning_rate=0.05, schedule="constant", umup=False
-    )
+    optimizer: OptimizerConfig = OptimizerConfig.model_validate(_OPTIMIZER)
     """The optimizer and its schedule."""
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _own_defaults(cls, optimizer: Any) -> Any:
+        return _OPTIMIZER | optimizer if isinstance(optimizer, dict) else optimizer
 
     @classmethod
     def upgraded(cls, tree: Any) -> Any:
         tree = super().upgraded(tree)
-        data = tree.get("data") if isinstance(tree, dict) else None
+        data = tree.get("data")
         if isinstance(data, dict) and "train_images" in data:
             files = [data.pop(f"{s}_{p}") for s in ("train", "test") for p in ("images", "labels")]
             data["folder"] = str(Path(files[0]).parent)

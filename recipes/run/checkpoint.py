@@ -55,10 +55,8 @@ class Checkpoints:
         *_, step = 0, *saved_steps(self._run)
         return f"the checkpoint of step {step} is untouched" if step else "there is no checkpoint"
 
-    def save(
-        self, step: int, state: Any, position: Facts, facts: Facts, *, wait: bool = True
-    ) -> None:
-        """Write a checkpoint unless the step has one; without `wait`, write in the background."""
+    def save(self, step: int, state: Any, position: Facts, facts: Facts) -> None:
+        """Write a checkpoint in the background, unless the step has one."""
         self.wait()
         if step in saved_steps(self._run):
             return
@@ -78,8 +76,6 @@ class Checkpoints:
                     facts=ocp.args.JsonSave(facts),
                 ),
             )
-        if wait:
-            self.wait()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete on disk; raise an error if it failed."""
@@ -108,8 +104,8 @@ class Checkpoints:
         for step in steps:
             try:
                 return self._read(step, like)
-            except RecipeError:
-                raise
+            except (RecipeError, MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+                raise  # not damage: the memory of the host or device, or permissions
             except Exception as error:  # Orbax raises errors of many types for damaged files
                 place, kind = self._folder / str(step), type(error).__name__
                 damage = f"checkpoint of step {step} is damaged: files in {place} are missing, "

@@ -106,24 +106,25 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
     """Make the folder of a run, or reopen it if its config is the same."""
     folder, number = run_folder(config), 1
     with writing(folder):
-        if fresh and folder.exists():
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        if files and not is_run(folder):
+            raise RecipeError(f"name: {folder} exists but is not a run (no {CONFIG}); change name")
+        if fresh and files:
             init = getattr(config, "init", None)
             if init is not None and Path(init).absolute() == folder.absolute():
                 raise RecipeError(f"name: --fresh would move {folder}, which is init; change name")
             while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
                 number += 1
             folder.rename(aside)
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        if files and not is_run(folder):
-            raise RecipeError(f"name: {folder} exists but is not a run (no {CONFIG}); change name")
+            files = []
         if files != [folder / CONFIG]:  # else no step was taken, and any config may start
             changed = _changes(config, folder) if files else {}
             formats = all(key.startswith(FORMAT_KEYS) for key in changed)
             if changed and not (convert and formats):
                 todo = "change name, use the config of that run, or pass --fresh to move it aside"
                 todo += ", or --convert to resume in these formats" if formats else ""
-                if "train.steps" in changed and "init" in type(config).model_fields:
-                    todo += f"; to train longer, set another name, and init={folder}"
+                if "train.steps" in changed and (start := config.continued_by(folder)):
+                    todo += f"; to train longer, set another name, and {start}"
                 raise _other_config(folder, changed, todo)
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
@@ -149,7 +150,7 @@ def _changes(config: RunConfig, folder: Path) -> dict[str, str]:
     return {
         key: f"{before.get(key)} -> {after.get(key)}"
         for key in after | before
-        if not key.startswith(_FREE) and before.get(key) != after.get(key)
+        if key != "name" and not key.startswith(_FREE) and before.get(key) != after.get(key)
     }
 
 
@@ -198,7 +199,7 @@ def written_config(folder: Path, kind: type[Config]) -> Config:
         if wanted and found not in wanted:
             raise RecipeError(f"{path}: expected recipe {wanted[0]}; got {found}; name another run")
         return kind.model_validate(kind.upgraded(tree))
-    except (OSError, yaml.YAMLError, ValueError) as error:
+    except (OSError, yaml.YAMLError, ValueError, AttributeError, KeyError, TypeError) as error:
         todo = "give the folder of such a run, or move this one aside with --fresh"
         what = f"{path}: expected the config of a run of {kind.__name__}"
         raise RecipeError(f"{what}; got: {error}; {todo}") from error

@@ -72,5 +72,5 @@ def _begin(cores: Any) -> None:
 
 
 def message_of(error: Exception) -> str:
-    """Format an error that must not stop other tasks, in one line."""
+    """Return an error's type and the first line of its message."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -79,6 +79,9 @@ def _check_keys(where: str, keys: Any, config: RunConfig, taken: tuple[str, ...]
 def _conditions(words: str) -> dict[str, Any]:
     """Parse a condition of `sweep.when`, such as "a.b=1 c=x"."""
     pairs = [word.partition("=") for word in words.split()]
+    if not all(equals for _, equals, _ in pairs):
+        example = "such as model.library=plain"
+        raise RecipeError(f"sweep.when: expected conditions {example}; got {words!r}")
     # By OmegaConf, like the grid: plain YAML reads 1e-4 as a string.
     return {key: OmegaConf.from_dotlist([f"value={value}"])["value"] for key, _, value in pairs}
 

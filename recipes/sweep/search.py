@@ -8,7 +8,7 @@ import functools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +140,13 @@ class Trials:
         slow = "conv_general_dilated" in str(step.trace(*arguments).jaxpr)
         self._together = 1 if slow and jax.default_backend() == "cpu" else config.sweep.rates
 
-    def __call__(self, rates: Sequence[float], seed: int) -> list[float]:
-        """Return the validation loss at each rate; infinite if a step's loss was not finite."""
+    def __call__(self, rates: Sequence[float], seed: int) -> Iterator[float]:
+        """Yield the validation loss at each rate; infinite if a step's loss was not finite."""
+        for start in range(0, len(rates), self._together):
+            yield from self._losses(rates[start : start + self._together], seed)
+
+    def _losses(self, rates: Sequence[float], seed: int) -> list[float]:
         size, steps = self._together, self.config.train.steps
-        if len(rates) > size:
-            return [*self(rates[:size], seed), *self(rates[size:], seed)]
         padded = [*rates, *[rates[-1]] * (size - len(rates))]  # keep the compiled shape
         first = init_state(self.config.model_copy(update={"seed": seed}))[2]
         state = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), first)

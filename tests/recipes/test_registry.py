@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from recipes.bert.config import BertConfig
 from recipes.config import valid_keys
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
+from recipes.images.config import ImagesConfig
 from recipes.registry import RECIPES, load_config
 
 from .pretrained import FIXTURES
@@ -105,6 +107,27 @@ def test_wrong_files(tmp_path: Path) -> None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(RecipeError, match=message):
             load_config(path)
+
+
+def test_a_file_of_the_name_of_a_stored_one_is_checked_as_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for content, message in (
+        ("recipe: finetune\nsquad: 3", r"squad .*expected a mapping"),
+        ("name: a\nscalify: float16", r"scalify is no longer a key"),
+        ("name: a\ntrain.steps: 100", r"train\.steps is not a key of a file: write steps in a sec"),
+    ):
+        path.write_text(content, "utf-8")
+        with pytest.raises(RecipeError, match=message):
+            load_config(path)
+
+
+def test_a_section_keeps_its_other_defaults() -> None:
+    tree: Any = {"recipe": "images", "name": "a", "data": {"folder": "x"}}
+    images = ImagesConfig.model_validate(tree | {"optimizer": {"learning_rate": 0.5}}).optimizer
+    assert (images.name, images.schedule, images.umup) == ("sgd", "constant", False)
+    tree = {"recipe": "bert", "name": "a", "data": {"tokenizer": {"vocab": 4096}}}
+    tokenizer = BertConfig.model_validate(tree).data.tokenizer
+    assert (tokenizer.kind, tokenizer.lowercase, tokenizer.vocab) == ("wordpiece", True, 4096)
 
 
 def test_every_problem_is_reported_at_once(config_file: Path) -> None:

@@ -227,8 +227,9 @@ def test_questions_in_fp8_and_back(plain: Path, capsys: Captured) -> None:
 WRONG_PLAIN = [
     (["optimizer.umup=true"], r"optimizer\.umup: expected false for the Hugging Face folder"),
     (["precision.policy=fp8_delayed"], r"precision: expected policy float32, bfloat16, .*fp8"),
-    (["precision.policy=fp8", "precision.monitor=1e-4"], r"and monitor, .* null"),
-    (["precision.weights=float16"], r"weights and moments null"),
+    (["precision.policy=fp8", "precision.monitor=1e-4"], r"no weights, .*got policy fp8, monitor"),
+    (["precision.weights=float16"], r"got policy float32, weights"),
+    (["precision.policy=bfloat16", "precision.gradients=bfloat16"], r"policy bfloat16, gradients"),
 ]
 
 

@@ -225,6 +225,10 @@ def test_a_new_head(name: str, task: Any, modules: tuple[str, ...], tmp_path: Pa
         assert list(config["id2label"].values()) == list("edcba")
         assert config["label2id"] == {"e": 0, "d": 1, "c": 2, "b": 3, "a": 4}
         assert config["architectures"][0].endswith("ForSequenceClassification")
+    bare = copied(name, tmp_path / "bare")
+    change_config(bare, id2label=dict(enumerate("abcde")))
+    save(load(bare, task, new_head=True, classes=5), tmp_path / "same", labels="abcde")
+    assert load(tmp_path / "same").config.labels == tuple("abcde")
     with pytest.raises(RecipeError, match=r"expected the 5 classes .*got 4"):
         load(tmp_path, classes=4, new_head=True)
 

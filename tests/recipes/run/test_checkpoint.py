@@ -30,6 +30,11 @@ def make_state(seed: int) -> dict[str, Any]:
     }
 
 
+def write(checkpoints: Checkpoints, step: int, state: Any, **position: int) -> None:
+    checkpoints.save(step, state, position, {})
+    checkpoints.wait()
+
+
 def restore(folder: Path, like: Any, **options: Any) -> Restored:
     restored = Checkpoints(folder, **options).restore(like, lambda _: None)
     assert restored is not None
@@ -59,6 +64,7 @@ def test_the_newest_complete_ones_are_kept_and_read_exactly(tmp_path: Path) -> N
     for step in (1, 2, 3):
         for _ in range(2):  # the second time there is nothing to do
             checkpoints.save(step, make_state(step), {"next": step}, {"seed": step})
+    checkpoints.wait()
     (tmp_path / "checkpoints/4.orbax-checkpoint-tmp-0").mkdir()  # half written
     restored = restore(tmp_path, lambda facts: make_state(facts["seed"] + 1))
     assert (restored.step, restored.position, restored.facts) == (3, {"next": 3}, {"seed": 3})
@@ -71,7 +77,7 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
     axes = {"data": 4}, {"fsdp": 2, "tensor": 2}
     meshes = [make_mesh(each, devices=jax.devices()[:4]) for each in axes]
     first, second = (jax.device_put(state, param_shardings(state, mesh)) for mesh in meshes)
-    Checkpoints(tmp_path).save(1, first, {}, {})
+    write(Checkpoints(tmp_path), 1, first)
     for like in (second, state):
         restored = restore(tmp_path, jax.tree.map(jnp.zeros_like, like))
         assert_same_bits(restored.state, state)
@@ -85,7 +91,7 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage: str) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
-        checkpoints.save(step, make_state(step), {"at": step}, {})
+        write(checkpoints, step, make_state(step), at=step)
     if damage == "missing":
         shutil.rmtree(tmp_path / "checkpoints/2/state")
     else:
@@ -111,11 +117,17 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, damage
 
 
 def test_another_model_is_not_damage(tmp_path: Path) -> None:
-    Checkpoints(tmp_path).save(1, make_state(1), {}, {})
+    write(Checkpoints(tmp_path), 1, make_state(1))
     other = make_state(0)
     other["weights"][0] = jnp.zeros((300, 60))
     with pytest.raises(RecipeError, match=r"for weights\.0 expected .*300, 60.*got .*300, 50"):
         restore(tmp_path, other)
+
+    def full(facts: Any) -> Any:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        restore(tmp_path, full)
     del other["fp8"]
     with pytest.raises(RecipeError, match=r"for fp8 expected nothing; got \['float8"):
         restore(tmp_path, other)
@@ -128,7 +140,7 @@ def test_another_model_is_not_damage(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     """A limit on file size simulates a full disk: writes fail halfway."""
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, {"w": jnp.zeros(4)}, {}, {})
+    write(checkpoints, 1, {"w": jnp.zeros(4)})
     noise = jnp.asarray(np.random.default_rng(0).normal(size=100_000))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in (2, 3):
@@ -136,7 +148,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         try:
             with pytest.raises(RecipeError, match=message) as caught:  # noqa: PT012
-                checkpoints.save(step, {"w": noise}, {}, {}, wait=step == 2)
+                checkpoints.save(step, {"w": noise}, {}, {})
                 checkpoints.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -87,6 +87,9 @@ def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
     folder = open_run(other, convert=True)
     with pytest.raises(RecipeError, match=r"\n  train.eval_batches: 2 -> 3\n"):
         open_run(make_config("train.eval_batches=3"))
+    moved = folder.rename(folder.with_name("moved"))
+    assert open_run(other.model_copy(update={"name": "moved"})) == moved
+    moved.rename(folder)
     with pytest.raises(RecipeError, match="which is init; change name"):
         open_run(other.model_copy(update={"init": str(folder)}), fresh=True)
 
@@ -110,8 +113,9 @@ def test_a_folder_that_is_no_run(make_config: MakeConfig, tmp_path: Path) -> Non
     assert open_run(make_config()) == folder  # empty: as good as none
     (folder / "config.yaml").unlink()
     (folder / "thesis.txt").write_text("x")
-    with pytest.raises(RecipeError, match=r"exists but is not a run .*; change name"):
-        open_run(make_config())
+    for fresh in (False, True):
+        with pytest.raises(RecipeError, match=r"exists but is not a run .*; change name"):
+            open_run(make_config(), fresh=fresh)
     for damaged in (b"- damaged", b"a: [", b"\xff\xfe\x00"):
         (folder / "config.yaml").write_bytes(damaged)
         for opened in (open_run, existing_run):

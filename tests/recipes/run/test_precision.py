@@ -71,6 +71,7 @@ MISTAKES = [
     (("precision.scalify=float16", "precision.policy=float16"), "scalify needs policy float32"),
     (("data.micro_batches=3",), r"data\.micro_batches .* must divide data\.batch_size"),
     (("lora={}",), r"lora needs init"),
+    (("precision.initial=float8_e4m3fn",), r"initial needs model\.library unitscale"),
 ]
 
 

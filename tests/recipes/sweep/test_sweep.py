@@ -108,6 +108,7 @@ WRONG: list[tuple[Any, Any, str]] = [
     ({}, {"model.kid=rnn": {}}, r"sweep\.when: model\.kid is not a key"),
     ({}, {"model.kind=rnn": {"model.with": 8}}, r"sweep\.when: model\.with is not a key"),
     ({"model.width": [8]}, {"seed=0": {"model.width": 4}}, r"sweep\.when: model\.width cannot"),
+    ({}, {"model.layers": None}, r"sweep\.when: expected conditions such as .*got 'model\.layers'"),
     ({}, {"precision=fp8": {}}, r"sweep\.when: precision has no value; use precision\.policy or"),
     ({"precision": ["fp8"]}, {"precision.policy=fp8": None}, r"expected points; got none"),
     ({"model.library": ["plain"], "precision.policy": ["fp8"]}, None, r"expected points; got none"),
