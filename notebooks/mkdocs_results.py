@@ -62,9 +62,10 @@ TOPICS = {
         ("parallel", "parallel-steps", "parallel-wire"),
     ),
     "models": (
-        "BERT, fine-tuning and character models",
-        "Losses and scores of BERT, tasks tuned from it, and 36 kinds of character models.",
-        ("lms", "charlm"),
+        "BERT, fine-tuning, LoRA and character models",
+        "Losses and scores of BERT, tasks tuned from it, LoRA on frozen weights in 8 and 4 bits, and "
+        "36 kinds of character models.",
+        ("lms", "lora", "charlm"),
     ),
     "rms": (
         "RMS at initialization",

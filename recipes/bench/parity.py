@@ -151,7 +151,6 @@ ROUNDED: dict[str, dict[str, Any]] = {
         )
         for name, changed in CHANGED.items()
     },
-    "all, NVFP4, value and out in FP8": _everywhere("nvfp4") | _everywhere("fp8", ("value", "out")),
     **{name: _everywhere("fp8", (name,)) for name in LAYERS},
     "readout": {"readout": in_formats(E4M3, E4M3, E5M2)},
     "readout's gradients": {
