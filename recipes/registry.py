@@ -28,7 +28,7 @@ RECIPES: dict[str, type[RunConfig]] = {
 }
 """Config classes by recipe; a file without the key `recipe` is of recipe gpt."""
 
-STORED = {"name", "seed", "data", "optimizer", "train", "sweep"}
+STORED = {"name", "seed", "data", "optimizer", "train"}
 """Some keys of every config that a run has stored, also of earlier versions."""
 
 CONFIGS = Path(__file__).parents[1] / "configs"

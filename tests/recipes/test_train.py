@@ -179,7 +179,9 @@ def test_the_layer_that_broke_is_named(finished, again: MakeConfig) -> None:
     kernel = restored.state.params["layers"][0]["mlp"]["up"]["kernel"]
     kernel[...] = kernel[...].at[0, 0].set(jnp.inf)
     shutil.rmtree(folder / "checkpoints" / "3")
-    Checkpoints(folder).save(3, restored.state, restored.position, restored.facts)
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(3, restored.state, restored.position, restored.facts)
+    checkpoints.wait()
     with pytest.raises(RecipeError, match=r"step 4: .* is the output of layers\.0\.mlp\.up;"):
         run(config)
 
