@@ -63,8 +63,8 @@ TOPICS = {
     ),
     "models": (
         "BERT, fine-tuning, LoRA and character models",
-        "Losses and scores of BERT, tasks tuned from it, LoRA on frozen weights in 8 and 4 bits, and "
-        "36 kinds of character models.",
+        "Losses and scores of BERT, tasks tuned from it, LoRA on weights in 8 and 4 bits, and 36 "
+        "kinds of character models.",
         ("lms", "lora", "charlm"),
     ),
     "rms": (
