@@ -28,6 +28,7 @@ from ._sharding import batch_size as batch_size, batch_over as batch_over  # Bat
 
 # For the other packages of the library.
 from ._arithmetic import (
+    MAX_EXPONENT as MAX_EXPONENT,
     as_scale as as_scale,
     bounded_product as bounded_product,
     broadcasts as broadcasts,
@@ -58,7 +59,6 @@ from ._compat import (
     varying as varying,
 )
 from ._convert import (
-    MAX_EXPONENT as MAX_EXPONENT,
     exponent_to_fit as exponent_to_fit,
     from_json as from_json,
     scale_to_fit as scale_to_fit,

@@ -30,6 +30,10 @@ Scale: TypeAlias = jax.Array | None
 """A scale: None for a plain array, or an array; see `as_scale`."""
 Pair: TypeAlias = tuple[jax.Array, Scale]
 
+MAX_EXPONENT = 126
+"""Largest exponent of a scale (`ScaledArray`): 2**126 and 2**-126 are normal in float32."""
+_LARGEST = 2.0**MAX_EXPONENT
+
 # -- scales ----------------------------------------------------------------------------------
 
 
@@ -44,7 +48,7 @@ def as_scale(scale: Any) -> Scale:
     if isinstance(scale, (int, float, np.number)) and not isinstance(
         scale, (bool, np.complexfloating)
     ):
-        if not 2.0**-126 <= float(scale) <= 2.0**126:
+        if not 1 / _LARGEST <= float(scale) <= _LARGEST:
             raise ValueError(
                 "unitscale.ScaledArray: scale must be a number from 2**-126 to 2**126; got "
                 f"{scale!r}. Put signs, zeros and other factors into data."
@@ -114,7 +118,7 @@ def safe_scale(scale: jax.Array) -> jax.Array:
 
 def divisor(scale: jax.Array) -> jax.Array:
     """Clamp a scale to 2^126, because XLA multiplies by its inverse, and flushes 2^-127 to 0."""
-    return jnp.where(scale < jnp.inf, jnp.minimum(scale, 2.0**126), scale)
+    return jnp.where(scale < jnp.inf, jnp.minimum(scale, _LARGEST), scale)
 
 
 def scale_near(size: jax.Array, rounding: Rounding = "nearest") -> jax.Array:
@@ -158,7 +162,7 @@ def _bounded_quotient(left: Scale, right: Scale) -> tuple[Scale, jax.Array | int
 
 
 def _normal(scale: jax.Array, positive: jax.Array) -> jax.Array:
-    return jnp.where(positive, jnp.clip(scale, 2.0**-126, 2.0**126), scale)
+    return jnp.where(positive, jnp.clip(scale, 1 / _LARGEST, _LARGEST), scale)
 
 
 # -- operands --------------------------------------------------------------------------------
@@ -192,7 +196,7 @@ def operand(x: Any, beside: Scale = None) -> Pair | None:
         if x == 0 or not math.isfinite(x):
             return jnp.asarray(float(x)), beside
         # The data holds the remainder of the clamped scale.
-        scale = min(max(static_pow2(abs(x)), 2.0**-126), 2.0**126)
+        scale = min(max(static_pow2(abs(x)), 1 / _LARGEST), _LARGEST)
         return jnp.asarray(x / scale), None if scale == 1 else jnp.float32(scale)
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):
         is_real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
@@ -259,7 +263,7 @@ def power(x: Pair, exponent: int) -> Pair:
     rest = 1
     if scale is not None:
         base, times = to_float(scale), max(abs(exponent), 1)
-        largest = 2.0 ** (126 // times)
+        largest = 2.0 ** (MAX_EXPONENT // times)
         near = jnp.clip(base, 1 / largest, largest)
         scale, rest = near**exponent, base / near
     return (_times(data, rest) ** exponent).astype(result_dtype(data)), scale

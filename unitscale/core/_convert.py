@@ -11,6 +11,7 @@ import numpy as np
 from jax import export, lax
 
 from ._arithmetic import (
+    MAX_EXPONENT,
     as_scale,
     bounded_product,
     broadcasts,
@@ -36,9 +37,6 @@ from ._scaled_array import ScaledArray, is_scaled, value_of
 Axis = int | tuple[int, ...] | None
 RescaleStrategy = Literal["rms", "amax", "mse"]
 """The statistic that determines a new scale; see `rescale`."""
-
-MAX_EXPONENT = 126
-"""Largest exponent of a scale (`scale_to_fit`): 2**126 and 2**-126 are normal in float32."""
 
 # -- statistics ------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.core import Tracer
 
 from ..core import (
+    MAX_EXPONENT,
     CastRounding,
     Format,
     ScaledArray,
@@ -25,12 +26,12 @@ from ..core import (
     check_choice,
     exchange_in,
     exponent_of,
+    exponent_to_fit,
     gradients_format,
     is_float8,
     is_scaled,
     narrow,
     pow2,
-    round_to_pow2,
     storage_of,
     widen,
 )
@@ -39,8 +40,6 @@ AxisName: TypeAlias = str | tuple[str, ...]
 """A mesh axis, or several that count as one: see `all_reduce`."""
 
 _SharedScale: TypeAlias = tuple[jax.Array, jax.Array]  # a scale and its inverse
-
-_SMALLEST, _LARGEST = -126, 126  # exponents whose power of two and its inverse are normal numbers
 
 
 def _dtype(fmt: Format) -> np.dtype:
@@ -125,10 +124,9 @@ def agree(
     bits = lax.bitcast_convert_type(largest, jnp.int32) & 0x7FFFFFFF
     largest = lax.bitcast_convert_type(lax.pmax(bits, axis_name), jnp.float32)
     for i, top in zip(wanted, largest, strict=True):
-        exponent = exponent_of(round_to_pow2(top / formats[i].max, "up"))
-        exponent = jnp.maximum(exponent, _SMALLEST) - exponent_of(jnp.float32(mus[i]))
+        exponent = exponent_to_fit(top, formats[i]) - exponent_of(jnp.float32(mus[i]))
         # XLA may flush subnormal numbers to zero, so a tensor of zeros must not get a tiny scale.
-        exponent = jnp.where(top == 0, 0, jnp.clip(exponent, _SMALLEST, _LARGEST))
+        exponent = jnp.where(top == 0, 0, jnp.clip(exponent, -MAX_EXPONENT, MAX_EXPONENT))
         finite = jnp.isfinite(top)
         exponent = jnp.where(finite, exponent, 0)
         scales[i] = jnp.where(finite, pow2(exponent), jnp.nan), pow2(-exponent)
