@@ -1,19 +1,10 @@
 """The config of recipe charlm."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import model_validator
 
 from ..config import Count, DataConfig, FixedResidual, Library, OptimizerConfig, RunConfig, Section
-
-# Defaults of this recipe; the learning rate is for unit-scaled models.
-_OPTIMIZER = {
-    "name": "adam",
-    "learning_rate": 1.0,
-    "schedule": "linear",
-    "final_fraction": 0.0,
-    "b2": 0.999,
-}
 
 
 class CharlmModelConfig(Section):
@@ -66,13 +57,10 @@ class CharlmConfig(RunConfig):
     """The text and its batches."""
     model: CharlmModelConfig = CharlmModelConfig()
     """The shape of the model."""
-    optimizer: OptimizerConfig = OptimizerConfig.model_validate(_OPTIMIZER)
+    optimizer: OptimizerConfig = OptimizerConfig(
+        name="adam", learning_rate=1.0, schedule="linear", final_fraction=0.0, b2=0.999
+    )
     """The optimizer and its schedule."""
-
-    @field_validator("optimizer", mode="before")
-    @classmethod
-    def _own_defaults(cls, optimizer: Any) -> Any:
-        return _OPTIMIZER | optimizer if isinstance(optimizer, dict) else optimizer
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

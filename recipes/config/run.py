@@ -330,6 +330,13 @@ class RunConfig(Section):
                 section.pop(name, None)
         return tree
 
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _own_defaults(cls, given: Any) -> Any:
+        """Fill in the recipe's own defaults."""
+        own = cls.model_fields["optimizer"].default.model_dump(exclude_unset=True)
+        return own | given if isinstance(given, dict) else given
+
     @property
     def settled(self) -> Self:
         """The config, checked against the files that it names and completed from them."""

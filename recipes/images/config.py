@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from ..config import BatchConfig, Count, OptimizerConfig, RunConfig, Section
 
@@ -43,9 +43,6 @@ class ImageModelConfig(Section):
         return "unitscale" if self.kind == "vit" else "plain"
 
 
-_OPTIMIZER = {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "umup": False}
-
-
 class ImagesConfig(RunConfig):
     """Config of an image classifier's run."""
 
@@ -58,13 +55,10 @@ class ImagesConfig(RunConfig):
     """The images and their batches."""
     model: ImageModelConfig = ImageModelConfig()
     """The shape of the model."""
-    optimizer: OptimizerConfig = OptimizerConfig.model_validate(_OPTIMIZER)
+    optimizer: OptimizerConfig = OptimizerConfig(
+        name="sgd", learning_rate=0.05, schedule="constant", umup=False
+    )
     """The optimizer and its schedule."""
-
-    @field_validator("optimizer", mode="before")
-    @classmethod
-    def _own_defaults(cls, optimizer: Any) -> Any:
-        return _OPTIMIZER | optimizer if isinstance(optimizer, dict) else optimizer
 
     @classmethod
     def upgraded(cls, tree: Any) -> Any:
