@@ -34,7 +34,8 @@ def dequantize(folder: Folder) -> Folder:
     scheme = folder.config.get(QUANTIZATION)
     if scheme is None:
         return folder
-    if (method := scheme.get("quant_method")) not in _METHODS:
+    method = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
+    if method not in _METHODS:
         raise RecipeError(
             f"{folder.path}: {QUANTIZATION}.quant_method: expected {' or '.join(_METHODS)}; "
             f"got {method!r}; give the folder of the model before it was quantized"

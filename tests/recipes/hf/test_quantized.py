@@ -107,15 +107,16 @@ def test_folders_are_written_and_read_again(scheme: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("scheme", "named"),
     [
-        ({"quant_method": "gptq"}, r"quant_method.*gptq"),
-        ({"weight_block_size": [5, 5]}, r"q_proj|k_proj|weight"),
+        (SCHEMES["block"] | {"quant_method": "gptq"}, r"quant_method.*gptq"),
+        ("gptq", r"quant_method.*gptq"),
+        (SCHEMES["block"] | {"weight_block_size": [5, 5]}, r"q_proj|k_proj|weight"),
     ],
 )
-def test_unknown_schemes_are_refused(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unknown_schemes_are_refused(scheme: Any, named: str, tmp_path: Path) -> None:
     folder, _ = published(tmp_path, "block")
-    change_config(folder, quantization_config=SCHEMES["block"] | change)
+    change_config(folder, quantization_config=scheme)
     with pytest.raises(RecipeError, match=named):
         load(folder)
 
