@@ -197,6 +197,8 @@ class _Run:
             raise self.ruined(f"step {step}: the update made weights that are not finite")
         facts = {"formats": states.formats(self.config), "text": self.data.digest}
         self.checkpoints.save(step, self.state, self.batches.get_state(), facts)
+        if processes.is_first():
+            runs.record_config(self.config)
 
     def validation_loss(self, done: int) -> float:
         batches = self.data.validation(self.config.train.eval_batches)
@@ -236,6 +238,7 @@ class _Run:
         model, recipe = self.model(), recipe_of(config)
         if not processes.is_first():
             return Outcome(self.folder, step, validation, {}, None)
+        runs.record_config(config)  # of a finished run that was converted
         scores = recipe.scores(config, self.data, model, self.folder)
         said: list[str] = []
         save_scores(self.folder, scores, said.append)

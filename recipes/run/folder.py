@@ -103,7 +103,11 @@ def locked(config: RunConfig) -> Iterator[None]:
 
 
 def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -> Path:
-    """Make the folder of a run, or reopen it if its config is the same."""
+    """Make the folder of a run, or reopen it if its config is the same.
+
+    Keys that may change are recorded with the next checkpoint (`record_config`), so that a command
+    that fails earlier leaves the run as it was.
+    """
     folder, number = run_folder(config), 1
     with writing(folder):
         files = [path for path in folder.rglob("*") if path.is_file()]
@@ -117,8 +121,8 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
                 number += 1
             folder.rename(aside)
             files = []
-        if files != [folder / CONFIG]:  # else no step was taken, and any config may start
-            changed = _changes(config, folder) if files else {}
+        if files and files != [folder / CONFIG]:  # else no step was taken: any config may start
+            changed = _changes(config, folder)
             formats = all(key.startswith(FORMAT_KEYS) for key in changed)
             if changed and not (convert and formats):
                 todo = "change name, use the config of that run, or pass --fresh to move it aside"
@@ -126,9 +130,16 @@ def open_run(config: RunConfig, *, fresh: bool = False, convert: bool = False) -
                 if "train.steps" in changed and (start := config.continued_by(folder)):
                     todo += f"; to train longer, set another name, and {start}"
                 raise _other_config(folder, changed, todo)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / CONFIG, yaml.safe_dump(config.model_dump(), sort_keys=False))
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            record_config(config)
     return folder
+
+
+def record_config(config: RunConfig) -> None:
+    """Write a config to the folder of its run."""
+    text = yaml.safe_dump(config.model_dump(), sort_keys=False)
+    write_whole(run_folder(config) / CONFIG, text)
 
 
 def existing_run(config: RunConfig) -> Path:

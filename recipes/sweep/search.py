@@ -20,7 +20,7 @@ from rich.console import Console
 from ..config import RunConfig
 from ..errors import RecipeError, write_json
 from ..recipe import recipe_of
-from ..run.folder import locked, open_run, other_data, run_folder, writing
+from ..run.folder import locked, open_run, other_data, record_config, run_folder, writing
 from ..run.pool import each, message_of
 from ..run.state import TrainState, init_state, make_optimizer
 from ..run.step import advance, make_evaluation, make_train_step
@@ -44,6 +44,7 @@ def sweep(
         if data.exists() and digest not in json.loads(data.read_text("utf-8")).values():
             raise other_data(folder)
         write_json(data, {"data": digest})
+        record_config(own)
         known: dict[str, dict[tuple[float, int], float]] = defaultdict(dict)
         for row in read_rows(folder):
             if row.loss is not None:  # try failed runs again

@@ -41,7 +41,7 @@ def test_accumulators_that_start_at_zero_items_and_loops_without_turns() -> None
         return lax.scan(lambda c, a: (c + a, c * a), x, rows), lax.map(lambda a: a * 2, rows)
 
     tiny = as_scaled(jnp.full((8, 3), 3e-7), dtype=jnp.float16)
-    items = ScaledArray(jnp.ones((2, 3)), jnp.asarray([[2.0], [16.0]]))
+    items = ScaledArray(jnp.ones((2, 3), jnp.float16), jnp.asarray([[2.0], [16.0]]))
     three, none = as_scaled((jnp.float32(3), jnp.zeros((0, 3))), dtype=jnp.float16)
     double = scalify(lambda a: lax.map(lambda v: v * 2, a))
     total, doubled, ((carry, out), empty), no_numbers = compute(

@@ -123,15 +123,29 @@ def test_branches_in_branches_are_interpreted_once_each(monkeypatch: pytest.Monk
     assert len(runs) == 1 + 2 * 4
 
 
+@jax.custom_vjp
+def half_residual(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+def _twice(slope: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    half = g.astype(jnp.float16)
+    return (lax.fori_loop(0, 2, lambda i, c: lax.mul(c, slope), half).astype(g.dtype),)
+
+
+half_residual.defvjp(lambda x: (jnp.sin(x), jnp.cos(x).astype(jnp.float16)), _twice)
+
+
 def test_the_users_rule_is_used_outside_too() -> None:
     """Outside of scalify, gradients are by data, with constant scales."""
     x = ScaledArray(jnp.asarray([0.3, 2.0]), jnp.float32(4.0))
+    for function, rtol in ((clipped_gradient, 1e-6), (half_residual, 2**-9)):
 
-    def outside(data: jax.Array) -> jax.Array:
-        return jnp.sum(to_array(scalify(clipped_gradient)(ScaledArray(data, x.scale))))
+        def outside(data: jax.Array, function=function) -> jax.Array:
+            return jnp.sum(to_array(scalify(function)(ScaledArray(data, x.scale))))
 
-    expected = 4.0 * jax.grad(lambda v: jnp.sum(clipped_gradient(v)))(x.value)
-    np.testing.assert_allclose(jax.jit(jax.grad(outside))(x.data), expected, rtol=1e-6)
+        expected = 4.0 * jax.grad(lambda v, function=function: jnp.sum(function(v)))(x.value)
+        np.testing.assert_allclose(jax.jit(jax.grad(outside))(x.data), expected, rtol=rtol)
 
     def tangent(data: jax.Array) -> jax.Array:
         return to_array(scalify(steep)(ScaledArray(data, x.scale)))

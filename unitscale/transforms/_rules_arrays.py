@@ -89,8 +89,9 @@ def times_power_of_two(interpreter: Interpreter, eqn: JaxprEqn, values: list[Val
         x, y = y, x
     mantissa, exponent = math.frexp(y.const or 0.0)
     is_power = abs(mantissa) == 0.5 and abs(exponent) <= 14  # within the range of float16
-    is_at_one = x.is_stored and spans(x.dtype) and scale_of(x).is_one
-    if not is_power or not x.is_stored or is_at_one or x.shape != aval_of(eqn.outvars[0]).shape:
+    # Powers of two multiply float32 and bfloat16 data exactly, and its scale could leave the range.
+    folds = x.is_stored and not spans(x.dtype)
+    if not is_power or not folds or x.shape != aval_of(eqn.outvars[0]).shape:
         return interpreter.wide(eqn, values)
     shift = exponent - 1 if eqn.primitive is lax.mul_p else 1 - exponent
     data = lax.neg(x.data) if mantissa < 0 else x.data

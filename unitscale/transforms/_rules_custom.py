@@ -25,18 +25,23 @@ from ._values import Scale, Value, aval_of, data_at, is_float, narrow, widen
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Static:
-    """Specs as a static node of a pytree."""
+    """Specs, and dtypes of residuals in the user's program, as a static node of a pytree."""
 
     specs: tuple[Spec, ...]
+    types: tuple[Any, ...]
 
 
 def _interpret(
     settings: Settings, function: Any, values: Sequence[Value], types: Sequence[Any]
-) -> list[Value]:
-    """Trace a function for arrays of these types, sharded like the values, and evaluate it."""
+) -> tuple[list[Value], list[Any]]:
+    """Trace a function for arrays of these types, sharded like the values, and evaluate it.
+
+    Return its results, and their types in the traced program.
+    """
     avals = [jax.typeof(v.data).update(dtype=t) for v, t in zip(values, types, strict=True)]
     closed = jax.make_jaxpr(function)(*avals)
-    return Interpreter(settings).run(closed.jaxpr, closed.consts, values)
+    results = Interpreter(settings).run(closed.jaxpr, closed.consts, values)
+    return results, [aval.dtype for aval in closed.out_avals]
 
 
 def _derivative(value: Value, scale: Scale | None, like: Any) -> Any:
@@ -73,7 +78,7 @@ def custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
         inner = unpack(packed.specs, primals)
         directions = [Value(tangents[i], inner[i].scale, inner[i].dtype) for i in floats]
         every = [*types, *(types[i] for i in floats)]
-        found = _interpret(settings, derivative, [*inner, *directions], every)
+        found, _ = _interpret(settings, derivative, [*inner, *directions], every)
         results = primal(*primals)
         outputs = traced.rebuild(results, primals[count:])
         slopes = [
@@ -101,13 +106,15 @@ def custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
             return forward.call_wrapped(*(item for x in xs for item in (x, True)))
 
         inputs = unpack(packed.specs, arrays)
-        found = _interpret(settings, rule, inputs, [aval.dtype for aval in in_avals])
+        given = [aval.dtype for aval in in_avals]
+        found, made = _interpret(settings, rule, inputs, given)
         results = primal(*arrays)
         outputs = traced.rebuild(results, arrays[len(inputs) :])
         # Residuals that are inputs are not among the results.
         _, _, forwarded = eqn.params["out_trees"]()
-        rest = iter(found[: len(found) - len(outputs)])
-        residuals = [next(rest) if f is None else inputs[f] for f in forwarded]
+        rest = zip(found, made, strict=True)
+        residuals = [next(rest) if f is None else (inputs[f], given[f]) for f in forwarded]
+        values, types = zip(*residuals, strict=True) if residuals else ((), ())
         # The backward pass needs the scales of inputs and outputs, but not their data.
         empty = [
             Value(
@@ -115,8 +122,8 @@ def custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
             )
             for v in (*inputs, *outputs)
         ]
-        saved = pack([*residuals, *empty])
-        return results, (saved.arrays, _Static(saved.specs))
+        saved = pack([*values, *empty])
+        return results, (saved.arrays, _Static(saved.specs, types))
 
     def bwd(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         arrays, static = saved
@@ -138,13 +145,9 @@ def custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
             kept[:] = [i for i, g in enumerate(grads) if not _is_none(g) and is_float(g)]
             return [grads[i] for i in kept]
 
-        types = [
-            (v.data if v.scale is None else widen(jnp.zeros((), jnp.result_type(v.data)))).dtype
-            for v in residuals
-        ]
-        types += [out_avals[i].dtype for i in floats]
+        types = [*static.types, *(out_avals[i].dtype for i in floats)]
         results: list[Any] = [None] * len(packed.arrays)
-        found = _interpret(settings, rule, [*residuals, *given], types)
+        found, _ = _interpret(settings, rule, [*residuals, *given], types)
         for i, change in zip(kept, found, strict=True):
             results[i] = _derivative(change, _inverse(xs[i].scale), xs[i].data)
         return tuple(results)

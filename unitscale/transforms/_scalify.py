@@ -271,9 +271,9 @@ def scalify(
 
     Args:
         fn: function of pytrees, as for `jax.jit`; it may use grad, jit, scan, vmap, shard_map and
-            optimizers. ScaledArrays among its arguments are scaled; plain arrays stay plain until
-            they are combined with one. Outside of jit, everything else, such as numbers, strings
-            and functions, is a constant of the program.
+            optimizers. ScaledArrays among its arguments are scaled; their data must be near RMS 1,
+            as `as_scaled` makes it, or float16 matmuls may saturate. Plain arrays stay plain until
+            combined with one. Outside of jit, everything else is a constant of the program.
         static_argnums: positions of arguments that are not traced.
         static_argnames: names of arguments that are not traced.
         static_scaling: growth of the data in matmuls and convolutions: "unit" (the root of the

@@ -13,7 +13,14 @@ from recipes.bert.config import BertConfig
 from recipes.errors import RecipeError
 from recipes.gpt.config import GPTConfig
 from recipes.registry import load_config
-from recipes.run.folder import existing_run, locked, open_metrics, open_run, read_metrics
+from recipes.run.folder import (
+    existing_run,
+    locked,
+    open_metrics,
+    open_run,
+    read_metrics,
+    record_config,
+)
 from recipes.train import shown, train
 
 from ..conftest import MakeConfig
@@ -29,6 +36,8 @@ def test_made_once_opened_again_and_moved(make_config: MakeConfig, tmp_path: Pat
     keys = ("eval_every", "checkpoint_every", "keep", "sample_tokens")
     changed = make_config(*(f"train.{key}=3" for key in keys), "train.logger=none")
     assert open_run(changed) == folder
+    assert load_config(folder / "config.yaml") == config, "nothing was trained with these keys"
+    record_config(changed)
     assert "checkpoint_every: 3" in (folder / "config.yaml").read_text()
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     moved = make_config(f"train.runs_dir={tmp_path / 'elsewhere'}")
@@ -85,6 +94,7 @@ def test_every_changed_key_is_listed(make_config: MakeConfig) -> None:
     with pytest.raises(RecipeError, match=r"precision.policy: float32 -> float16\n.*--convert"):
         open_run(other)
     folder = open_run(other, convert=True)
+    record_config(other)
     with pytest.raises(RecipeError, match=r"\n  train.eval_batches: 2 -> 3\n"):
         open_run(make_config("train.eval_batches=3"))
     moved = folder.rename(folder.with_name("moved"))
