@@ -8,8 +8,7 @@ import pytest
 from tests.compilation import USUAL_EMITTER
 from tests.refusals import refuses
 from unitscale import cast
-from unitscale.analysis import plot_snr, snr
-from unitscale.analysis._snr import LINES
+from unitscale.analysis import snr
 from unitscale.core import format_of
 from unitscale.quant import Block, dequantize, quantize
 
@@ -79,11 +78,3 @@ test_bad_input = refuses(
         (ValueError, lambda: snr("e4m3fn", 1.0, block=0), "block"),
     ]
 )
-
-
-def test_plot_has_a_line_for_each_format() -> None:
-    figure = plot_snr(scales=[0.5, 1.0])
-    (axes,) = figure.axes
-    labels = [line.get_label() for line in axes.get_lines()]
-    assert [label for label, _, _ in LINES] == labels[: len(LINES)]
-    assert list(axes.get_lines()[3].get_ydata()) == list(snr("e4m3fn", [0.5, 1.0]))

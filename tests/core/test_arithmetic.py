@@ -22,7 +22,7 @@ KINDS_3 = ["none", "tensor", "block"]
 
 
 def assert_arithmetic(name: str, got: ScaledArray, left, right, tolerance: float) -> None:
-    """Return the tolerance: for sums relative to the terms, for other results to themselves."""
+    """Compare with NumPy; the tolerance of sums is relative to their terms."""
     x, y = exact(left), exact(right)
     assert isinstance(got, ScaledArray)
     terms = np.abs(x) + np.abs(y) if name in ("add", "sub") else None

@@ -145,10 +145,8 @@ class TestValueAndGrad:
 
     def test_does_not_depend_on_the_scale(self) -> None:
         params = params_of("tensor")
-        for power in (5,):
-            moved = params | {"w": rebalance(params["w"], 2.0**power)}
-            grads = (unitscale.grad(loss)(p)["w"] for p in (params, moved))
-            np.testing.assert_array_equal(*grads)
+        moved = params | {"w": rebalance(params["w"], 2.0**5)}
+        np.testing.assert_array_equal(*(unitscale.grad(loss)(p)["w"] for p in (params, moved)))
         w = ScaledArray(jnp.ones(2, jnp.float16), 2.0**10)
         f = lambda w: 100 * jnp.sum(w.value)  # noqa: E731
         assert np.isinf(jax.grad(f)(w).data).all()

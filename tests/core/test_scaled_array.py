@@ -122,17 +122,6 @@ def test_transformations() -> None:
             np.testing.assert_array_equal(exact(y), exact(x))
 
 
-def test_grad_in_data_space() -> None:
-    given = {kind: make(kind, "float32") for kind in KINDS}
-    grads = jax.jit(jax.grad(lambda t: sum((x.value * x.value).sum() for x in t.values())))(given)
-    assert jax.tree.structure(grads) == jax.tree.structure(given)
-    for kind, x in given.items():
-        scale = exact(x) / np.asarray(x.data)
-        np.testing.assert_allclose(grads[kind].data, 2 * np.asarray(x.data) * scale**2, rtol=1e-6)
-        if kind not in ("none", "e8m0"):
-            np.testing.assert_array_equal(grads[kind].scale, np.zeros(x.scale.shape))
-
-
 def test_vmap_over_a_stack() -> None:
     """vmap and scan stack data and scale: there is one scale per item."""
     double, table, expected = jax.vmap(lambda x: x.map_data(lambda d: d * 2)), {}, {}

@@ -126,7 +126,8 @@ def test_a_language_model_on_explicit_axes(policy: str, stacks: int) -> None:
     expected = run(jnp.asarray(ids))
     with jax.set_mesh(explicit_mesh(data=4)):
         found = run(jax.device_put(ids, P("data")))
-    near = 2**-16 if policy == "float32" else 2**-3  # of E4M3
+    # In another order, sums may round an element to the next number of E4M3; 0.05 was measured.
+    near = 2**-16 if policy == "float32" else 2**-3
     for ours, whole in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert np.linalg.norm(ours - whole) <= near * np.linalg.norm(whole) + 1e-6
 

@@ -1,7 +1,6 @@
-"""Serialization by Flax, orbax and jax.export, and models of other libraries under scalify."""
+"""Serialization by Flax and jax.export, and models of other libraries under scalify."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import chex
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx, serialization
 from flax.training.train_state import TrainState
@@ -64,31 +62,6 @@ def test_a_model_with_its_optimizer() -> None:
     states = trained(2), trained(0)
     for saved, other in (states, map(nnx.to_pure_dict, states)):
         assert_same(serialization.from_bytes(other, serialization.to_bytes(saved)), saved)
-
-
-@pytest.mark.slow
-def test_a_served_model_is_restored_by_orbax(tmp_path: Path) -> None:
-    def make(seed: int) -> nnx.Module:
-        model = nnx.Sequential(
-            nnx.Linear(16, 32, rngs=nnx.Rngs(seed)), nnx.Linear(32, 16, rngs=nnx.Rngs(seed))
-        )
-        nn.convert(model, "fp8_static")
-        nn.calibrate(model, [jnp.full((2, 16), 100.0 + seed)])
-        nn.to_static(model)
-        return model
-
-    model, other, x = make(0), make(1), 100 * np.tile(X, 4)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "served", nnx.to_pure_dict(nnx.state(model)))
-        checkpointer.wait_until_finished()
-        target = nnx.to_pure_dict(nnx.state(other))
-        restored = checkpointer.restore(tmp_path / "served", target)
-    assert not np.array_equal(other(x), model(x))
-    state = nnx.state(other)
-    nnx.replace_by_pure_dict(state, restored)
-    nnx.update(other, state)
-    assert_same(nnx.state(other), nnx.state(model))
-    np.testing.assert_array_equal(other(x), model(x))
 
 
 def test_a_program_is_read_with_its_cache() -> None:

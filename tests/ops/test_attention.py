@@ -389,21 +389,3 @@ def test_no_array_of_all_weights(is_causal: bool, monkeypatch: pytest.MonkeyPatc
 
     assert temporaries("plain") >= bytes_of_weights
     assert temporaries("chunked") < 0.2 * bytes_of_weights
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "name"),
-    [
-        ({"local_window_size": -1}, ValueError, "local_window_size"),
-        ({"local_window_size": (2, -1)}, ValueError, "local_window_size"),
-        ({"segment_ids": np.zeros((BATCH, 3), int)}, ValueError, "segment_ids"),
-        ({"segment_ids": np.zeros((BATCH, TIME))}, TypeError, "segment_ids"),
-    ],
-)
-def test_bad_windows_and_segments(options: dict[str, Any], error: type, name: str) -> None:
-    x = jnp.ones((BATCH, TIME, 4, DIM))
-    with pytest.raises(error, match=name):
-        attend(x, x, x, **options)
-    if "local_window_size" in options:
-        with pytest.raises(error, match=name):
-            attend(x, x[:, :3], x[:, :3], local_window_size=2)

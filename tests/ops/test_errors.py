@@ -146,6 +146,10 @@ VALUES = {
         (lambda: attend(*[heads] * 3, mask=jnp.ones((3, 4), bool)), r"\(1, 2, 3, 3\); got mask"),
         (lambda: attend(*[heads] * 3, dropout_rate=0.1, deterministic=False), "dropout_key"),
         (lambda: attend(*[heads] * 3, local_window_size=(1,)), r"local_window_size .* got \(1,\)"),
+        (lambda: attend(*[heads] * 3, local_window_size=-1), "local_window_size"),
+        (lambda: attend(*[heads] * 3, local_window_size=(2, -1)), "local_window_size"),
+        (lambda: attend(heads[:, :2], *[heads] * 2, local_window_size=2), "local_window_size"),
+        (lambda: attend(*[heads] * 3, segment_ids=np.zeros((1, 2), int)), "segment_ids"),
         (lambda: attend(*[heads] * 3, implementation="flash"), "one of auto, plain, .*got 'fl"),
         (lambda: attend(*[heads] * 3, implementation="cudnn"), "not float32"),
     ],
@@ -184,6 +188,7 @@ def test_values_that_do_not_fit(name: str) -> None:
 def test_other_arguments_of_the_wrong_type() -> None:
     for call, match in (
         (lambda: attend(*[heads] * 3, mask=jnp.ones((3, 3))), "mask must .* dtype float"),
+        (lambda: attend(*[heads] * 3, segment_ids=np.zeros((1, 3))), "segment_ids"),
         (lambda: ops.embed(jnp.ones(2), table), "ids must be integers; got dtype float32"),
         (lambda: entropy(where=labels), "where must be boolean; got dtype int"),
         (lambda: ops.softmax_cross_entropy(logits, logits[..., 0]), "labels must be integers"),

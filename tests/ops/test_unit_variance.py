@@ -203,15 +203,6 @@ ROOT = (3 / ITEMS) ** 0.5
 LAYERS: dict[str, tuple[Callable[..., Any], tuple[int, ...], Any, tuple[float, float]]] = {
     "dense": (ops.dense, (8, 16), (FEW, MANY), (ROOT, 1)),
     "einsum": (functools.partial(ops.einsum, "bi,io->bo"), (8, 16), (FEW, MANY), (ROOT, 1)),
-    "embedding": (ops.embed, (16, 8), (IDS[:3], IDS), (ROOT, 1)),
-    "norm": (ops.layer_norm, (8,), (FEW, MANY), (ROOT, 1)),
-    "bias": (lambda x, b: ops.dense(x, jnp.eye(8), b), (8,), (FEW, MANY), (ROOT, 1)),
-    "conv": (
-        ops.conv,
-        (3, 3, 4, 5),
-        (drawn(2, 4, 4, 4), drawn(2, 12, 12, 4)),
-        ((32 / ITEMS) ** 0.5, (288 / ITEMS) ** 0.5),
-    ),
     # Losses omit the 1 / N of their mean: of 2 and 90 items that count, or of all elements.
     "cross entropy": (entropy, (8, 16), (FEW, MANY), (ROOT * ITEMS / 2, ITEMS / 90)),
     "readout": (chunked, (8, 16), (FEW, MANY), (ROOT * ITEMS / 2, ITEMS / 90)),

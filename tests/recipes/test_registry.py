@@ -22,7 +22,7 @@ from .support import CONFIGS, REQUIRED, refuses_configs
 # overrides, and what the message has to say
 WRONG = [
     # unknown keys
-    ("train.step=5", r"train\.step is not a key of the config; did you mean train\.steps\?"),
+    ("train.step=5", r"override 'train\.step=5': train\.step is not a key .* mean train\.steps\?"),
     ("steps=5", r"steps is not a key of the config; did you mean train\.steps\?"),
     ("policy=fp8", r"policy is no longer a key of the config; set precision\.policy"),
     ("scalify.gradients=true", r"gradients is no longer a key .*; set precision\.matmuls"),

@@ -40,6 +40,23 @@ def test_arguments_that_are_not_floating_are_used_as_they_are() -> None:
     assert found.factors.bwd == pytest.approx(((4 / 3) ** 0.5,), rel=0.01)
 
 
+LINEAR, PAIR = [zeros(96, 64), zeros(64, 48)], [zeros(128, 128)] * 2
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "rule"),
+    [
+        (jnp.matmul, LINEAR, rules.matmul(96, 64, 48, constraint=None)),
+        (jax.nn.softmax, [zeros(256, 128)], rules.softmax(128, constraint=None)),
+        (lambda pred, target: jnp.sum((pred - target) ** 2), PAIR, rules.mse_loss()),
+    ],
+    ids=["matmul", "softmax", "mse_loss"],
+)
+def test_simulated_factors_are_those_of_the_rules(fn, args, rule) -> None:
+    found = rules.simulate(fn, args, seeds=24).factors
+    np.testing.assert_allclose([found.fwd, *found.bwd], [rule.fwd, *rule.bwd], rtol=0.01)
+
+
 def say(x):
     jax.debug.print("{}", x)
     return x

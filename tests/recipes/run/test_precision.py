@@ -292,17 +292,12 @@ def test_eps_of_adam_fits_the_size_of_gradients(settings: dict[str, Any], eps: f
     np.testing.assert_allclose(steps[0] / steps[1], 0.5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=SLOW)])
-def test_muon_moves_hidden_kernels_as_the_rule_says(scan: bool) -> None:
-    out = nnx.to_pure_dict(updates(make(name="muon"), params_of(scan), params_of(scan)))
-    layers = out["stack"]["layers"]
-    down = (layers if scan else layers[0])["mlp"]["down"]["kernel"]  # 32 to 8, in 2 branches
-    values = np.linalg.svd(np.asarray(down).reshape(32, 8), compute_uv=False)
+def test_muon_moves_hidden_kernels_at_its_own_rate() -> None:
+    out = nnx.to_pure_dict(updates(make(name="muon"), params_of(), params_of()))
+    down = out["stack"]["layers"][0]["mlp"]["down"]["kernel"]  # 32 to 8, in 2 branches
+    values = np.linalg.svd(np.asarray(down), compute_uv=False)
     values /= 0.5 / 32 * (8 / 2) ** 0.5  # learning rate, Muon's RMS, fan-out and depth
     np.testing.assert_allclose(values, 0.9, atol=0.4)
-    first = 1 + 0.9 * 0.1 / 0.19  # step of Adam, with Nesterov's momentum
-    size = float(np.abs(out["embed"]["embedding"]).max())
-    assert size == pytest.approx(0.5 * 8**-0.5 * first, rel=0.01)
 
 
 @pytest.mark.parametrize(("scan", "umup"), [(True, True), pytest.param(False, False, marks=SLOW)])

@@ -15,6 +15,7 @@ from recipes.registry import load_config
 from recipes.run.processes import divided, on_mesh, open_mesh, over, place, place_batch, whole
 from recipes.run.state import TrainState, init_state
 from recipes.run.step import make_evaluation, make_loss, make_train_step
+from tests.products import equations
 from unitscale import to_array, value_and_grad
 from unitscale.nn import AmaxState
 from unitscale.parallel import make_mesh
@@ -287,12 +288,14 @@ def test_no_device_holds_a_whole_sequence(make_config: MakeConfig) -> None:
 
 def test_activations_lie_where_the_batch_does(make_config: MakeConfig) -> None:
     """Constrain the inputs and outputs of layers; otherwise XLA may move them to the weights."""
-    for words in (OURS, ("model.dropout=0.0",)):
+    # the constraints outside of layers, and in each layer
+    for words, once, each in ((OURS, 5, 11), (("model.dropout=0.0",), 1, 1)):
         config = make_config(*words, "mesh={fsdp: 4, context: 2}")
         graphdef, _, state = init_state(config)
         with over(open_mesh(config)):
             program = jax.make_jaxpr(make_loss(graphdef))(state.params, state.rest, BATCH)
-        assert str(program).count("sharding_constraint") > config.model.layers
+        names = [e.primitive.name for e in equations(program.jaxpr)]
+        assert names.count("sharding_constraint") == once + each * config.model.layers
 
 
 def test_a_mesh_fits_its_devices_and_config(make_config: MakeConfig) -> None:
