@@ -53,7 +53,8 @@ def load_config(
         file = OmegaConf.create(schema.upgraded(OmegaConf.to_container(file)))
     if "precision" in file:  # expand a preset's name, so that overrides can change single keys
         file.precision = keys.expand_preset(file.precision)
-    for word in overrides:
+    # A preset's name replaces the whole section: keys that change it come after, in any order.
+    for word in sorted(overrides, key=lambda word: not word.strip().startswith("precision=")):
         _override(file, word, schema)
     tree: Any = OmegaConf.to_container(file)
     try:
@@ -109,7 +110,7 @@ def _override(file: DictConfig, word: str, schema: type[RunConfig]) -> None:
     # Merge keys into a section, unless the override is {}; replace any other mapping.
     merge = keys.section_of(field) is not None and isinstance(new, dict) and bool(new)
     if mapping == "precision":
-        new = keys.expand_preset(new)  # a preset's name replaces the whole section
+        new = keys.expand_preset(new)
     OmegaConf.update(file, mapping, new, merge=merge)
 
 

@@ -104,6 +104,9 @@ def _read(path: Path, kind: str, config: DataConfig) -> Iterator[str]:
                 where = f"data.path: {path} row {number}: expected text in {config.text_key!r}"
                 raise RecipeError(f"{where}; got {clipped(text)}; set data.text_key to its field")
             yield text
+    except UnicodeDecodeError as error:
+        todo = "convert it, or leave it out by data.pattern"
+        raise RecipeError(f"data.path: {path} is not UTF-8 text: {error}; {todo}") from error
     # pyarrow raises Python's own errors for missing or damaged files.
     except (ImportError, OSError, ValueError, KeyError) as error:
         raise RecipeError(

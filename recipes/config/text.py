@@ -42,7 +42,8 @@ class TokenizerConfig(Section):
         if (self.kind == "file") != (self.path is not None):
             raise ValueError(f"kind file needs path, and others none; got {self.kind}, {self.path}")
         if self.kind in ("byte", "file") and (self.vocab is not None or self.lowercase):
-            raise ValueError(f"vocab and lowercase need kind bpe or wordpiece; got {self.kind}")
+            what = f"vocab and lowercase need kind bpe or wordpiece; got {self.kind}"
+            raise ValueError(f"{what}; set vocab null and lowercase false")
         return self
 
 

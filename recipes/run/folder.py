@@ -191,10 +191,11 @@ def earlier_run(init: str, kind: type[Config], other: str = "") -> Config:
     """Read the config of the run in `init`; the message says that `other` is allowed, too."""
     folder = Path(init)
     if not is_run(folder):
-        (recipe,) = get_args(kind.model_fields["recipe"].annotation)
+        (recipe,), near = get_args(kind.model_fields["recipe"].annotation), Path("runs", init)
+        hint = f"; did you mean {near}?" if is_run(near) else similar(folder)
         raise RecipeError(
             f"init: expected the folder of a run of recipe {recipe}{other}; got {folder}; train "
-            f"one, such as `python -m recipes train {recipe}/quickstart.yaml`{similar(folder)}"
+            f"one, such as `python -m recipes train {recipe}/quickstart.yaml`{hint}"
         )
     return written_config(folder, kind).kept_in(folder)
 

@@ -155,7 +155,7 @@ def state_gradient(
     none = Seen(jnp.int32(-1), jnp.float32(0))
     rows = zip(*(one or none for one in seen), strict=True)
     bins, saturated = (jnp.stack(row)[:, None] for row in rows)
-    one_hot = (jnp.arange(_SATURATED) == bins).astype(jnp.float32)
+    one_hot = (jnp.arange(_SATURATED)[None] == bins).astype(jnp.float32)
     elements = np.array([0 if s is None else n for s, n in zip(seen, sizes, strict=True)])
     columns = [one_hot, saturated, jnp.asarray(elements[:, None], jnp.float32)]
     tally = jnp.concatenate(columns, axis=1)

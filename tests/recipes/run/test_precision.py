@@ -44,8 +44,10 @@ BATCH = np.arange(4 * 17, dtype=np.int32).reshape(4, 17)
 def test_a_preset_is_a_section_whose_keys_may_change(make_config: MakeConfig) -> None:
     preset = make_config(*OURS, "precision=fp8_5_bytes").precision
     assert (preset.policy, preset.weights, preset.rounding) == ("fp8", "float16", "stochastic")
-    changed = make_config(*OURS, "precision=fp8_5_bytes", "precision.rounding=nearest").precision
-    assert changed == preset.model_copy(update={"rounding": "nearest"})
+    words = ("precision=fp8_5_bytes", "precision.rounding=nearest")
+    for order in (words, words[::-1]):
+        changed = make_config(*OURS, *order).precision
+        assert changed == preset.model_copy(update={"rounding": "nearest"})
     again = make_config(*OURS, "precision=fp8_5_bytes", "precision=bfloat16").precision
     assert again.model_dump(exclude_defaults=True) == {"policy": "bfloat16"}
 

@@ -137,7 +137,12 @@ WRONG: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b'\n{"text": "\\ud83d"}', {}, r"a\.jsonl .*line 2: .*surrogates"),
     ("a.parquet", b"PAR1 no", {}, r"a\.parquet cannot be read"),
     ("a.txt", b"x", {"format": "dataset"}, r"data\.path: .*a\.txt .*data\.format"),
-    ("a.txt", b"0123456\n" * 9 + b"ab\xff", {}, r"a\.txt .*utf-8.*byte 0xff in position 74"),
+    (
+        "a.txt",
+        b"0123456\n" * 9 + b"ab\xff",
+        {},
+        r"a\.txt is not UTF-8.*byte 0xff in position 74.*; convert it",
+    ),
     ("a.txt", b"x", {"pattern": "*.csv"}, r"data\.path: .* has no \*\.csv"),
 ]
 
