@@ -26,7 +26,7 @@ class Scalified:
         >>> import jax.numpy as jnp
         >>> from unitscale import as_scaled
         >>> double = scalify(lambda x: 2 * x)
-        >>> isinstance(double, Scalified), double(as_scaled(jnp.ones(2))).scale
+        >>> isinstance(double, Scalified), double(as_scaled(jnp.ones(2), dtype=jnp.float16)).scale
         (True, Array(2., dtype=float32))
     """
 
