@@ -30,6 +30,12 @@ LOSSES = (
         (f"FP8, {text}, 600 steps, 5 seeds", "parity-texts", index, "fp8", 0.2)
         for index, text in enumerate(("articles", "Python", "JSON", "sentences", "plays", "novels"))
     ),
+    *(
+        (f"FP8, {text}, 1,200 steps, {n} seeds", "parity-texts-1200", index, "fp8", 0.2)
+        for index, (text, n) in enumerate(
+            {"plays": 3, "novels": 3, "articles": 5, "Python": 5, "sentences": 3}.items()
+        )
+    ),
     ("FP8, 10,000 steps, 3 seeds, 1 text", "parity-drift", 0, "fp8", 0.2),
     ("FP8, BERT, 4,000 steps, 3 seeds, 1 text", "lms", 0, "fp8", 0.7),
     ("float16, 600 steps, 5 seeds, 2 texts", "parity", -1, "float16", 0.1),
