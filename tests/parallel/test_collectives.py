@@ -292,3 +292,11 @@ def test_the_largest_numbers_stay_finite() -> None:
         np.testing.assert_array_equal(
             reduced(jnp.full((2, 4), top, dtype), 2), np.full((2, 4), top)
         )
+
+
+def test_a_tensor_that_is_not_finite_halves_mu() -> None:
+    rows = np.ones((2, 4), np.float32)
+    rows[0, 0] = np.nan
+    auto = AutoScale.create(rows[0])
+    update = on_each(lambda g: auto.all_reduce(g, "data", small=0)[1].mu, 2)
+    np.testing.assert_array_equal(update(rows), 0.5)

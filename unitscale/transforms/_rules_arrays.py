@@ -89,7 +89,7 @@ def times_power_of_two(interpreter: Interpreter, eqn: JaxprEqn, values: list[Val
         x, y = y, x
     mantissa, exponent = math.frexp(y.const or 0.0)
     is_power = abs(mantissa) == 0.5 and abs(exponent) <= 14  # within the range of float16
-    # Powers of two multiply float32 and bfloat16 data exactly, and its scale could leave the range.
+    # Float32 and bfloat16 data takes the factor exactly, while a scale could leave its range.
     folds = x.is_stored and not spans(x.dtype)
     if not is_power or not folds or x.shape != aval_of(eqn.outvars[0]).shape:
         return interpreter.wide(eqn, values)

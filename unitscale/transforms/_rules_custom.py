@@ -99,22 +99,20 @@ def custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
     primal = jaxpr_as_fun(traced.closed)
     function = jax.custom_vjp(lambda *arrays: primal(*arrays))
     _, forward, backward = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
-    in_avals, out_avals = ([aval_of(v) for v in vs] for vs in (eqn.invars, eqn.outvars))
+    in_types, out_avals = [aval_of(v).dtype for v in eqn.invars], list(map(aval_of, eqn.outvars))
 
     def fwd(*arrays: Any) -> tuple[list[Any], Any]:
         def rule(*xs: Any) -> list[Any]:
             return forward.call_wrapped(*(item for x in xs for item in (x, True)))
 
         inputs = unpack(packed.specs, arrays)
-        given = [aval.dtype for aval in in_avals]
-        found, made = _interpret(settings, rule, inputs, given)
+        found, types = _interpret(settings, rule, inputs, in_types)
         results = primal(*arrays)
         outputs = traced.rebuild(results, arrays[len(inputs) :])
         # Residuals that are inputs are not among the results.
         _, _, forwarded = eqn.params["out_trees"]()
-        rest = zip(found, made, strict=True)
-        residuals = [next(rest) if f is None else (inputs[f], given[f]) for f in forwarded]
-        values, types = zip(*residuals, strict=True) if residuals else ((), ())
+        rest = zip(found, types, strict=True)
+        residuals = [next(rest) if f is None else (inputs[f], in_types[f]) for f in forwarded]
         # The backward pass needs the scales of inputs and outputs, but not their data.
         empty = [
             Value(
@@ -122,13 +120,13 @@ def custom_vjp(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> 
             )
             for v in (*inputs, *outputs)
         ]
-        saved = pack([*values, *empty])
-        return results, (saved.arrays, _Static(saved.specs, types))
+        saved = pack([*(value for value, _ in residuals), *empty])
+        return results, (saved.arrays, _Static(saved.specs, tuple(t for _, t in residuals)))
 
     def bwd(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         arrays, static = saved
         values = unpack(static.specs, arrays)
-        first, last = len(values) - len(in_avals) - len(out_avals), len(values) - len(out_avals)
+        first, last = len(values) - len(in_types) - len(out_avals), len(values) - len(out_avals)
         residuals, xs, ys = values[:first], values[first:last], values[last:]
         floats = [i for i, aval in enumerate(out_avals) if is_float(aval)]
         given = [Value(cotangents[i], _inverse(ys[i].scale), ys[i].dtype) for i in floats]
