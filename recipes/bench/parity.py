@@ -132,7 +132,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "": {},
     ", no Hadamard transform": {"hadamard": False},
     ", not dithered": {"dither": False},
-    ", weights in rows": {"strategy": Block(16, 1, E4M3)},
+    ", weights in 16 x 16": {"strategy": Block(16, (1, 2, 1), E4M3, adaptive=True)},
+    ", not adaptive": {"strategy": Block(16, 1, E4M3)},
     ", a scale per tensor": {"strategy": PRESETS["nvfp4_dynamic"].strategy},
 }  # ingredients of NVFP4, and what replaces them
 ROUNDED: dict[str, dict[str, Any]] = {

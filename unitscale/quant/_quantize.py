@@ -70,6 +70,10 @@ def quantize_dynamic(
     within = tuple(range(1, split.ndim, 2))
     largest = lax.squeeze(amax(split, within), within)
     scale = _block_scale(largest, fmt, strategy)
+    if strategy.adaptive:
+        larger = _block_scale(largest * 1.5, fmt, strategy)
+        better = _error(split, larger, fmt, within) < _error(split, scale, fmt, within)
+        scale = jnp.where(better, larger, scale)
     scaled = ScaledArray(x, scale, block_shape=tuple(sizes))
     return scaled.map_data(lambda x: cast_data(widen(x) / to_float(scaled.full_scale), dtype))
 
@@ -91,6 +95,12 @@ def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
         scale = jnp.where(finite, scale, jnp.nan)
     scale = lax.stop_gradient(cast(scale, scale_format))
     return scale if unit is None else widen(scale) * unit
+
+
+def _error(split: jax.Array, scale: jax.Array, fmt: Format, within: tuple[int, ...]) -> jax.Array:
+    """Return the squared rounding error of each block at a scale."""
+    scale = lax.expand_dims(to_float(scale), within)
+    return jnp.sum((widen(cast(split / scale, fmt)) * scale - split) ** 2, within)
 
 
 # Signs of the Hadamard matrix, fixed at random. One vector serves all matmuls and steps.
