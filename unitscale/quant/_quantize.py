@@ -1,5 +1,6 @@
 """Quantize and dequantize one tensor; compute its scale from its amax."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -100,7 +101,8 @@ def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
 def _error(split: jax.Array, scale: jax.Array, fmt: Format, within: tuple[int, ...]) -> jax.Array:
     """Return the squared rounding error of each block at a scale."""
     scale = lax.expand_dims(to_float(scale), within)
-    return jnp.sum((widen(cast(split / scale, fmt)) * scale - split) ** 2, within)
+    fmt = dataclasses.replace(fmt, dtype=None)  # XLA may drop a conversion to a dtype and back
+    return jnp.sum((cast(split / scale, fmt) * scale - split) ** 2, within)
 
 
 # Signs of the Hadamard matrix, fixed at random. One vector serves all matmuls and steps.
@@ -117,13 +119,11 @@ def hadamard(x: jax.Array, axis: int) -> jax.Array:
         NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, arXiv 2509.25149, section 4.2.
     """
     size = math.gcd(x.shape[axis], len(_SIGNS))
-    index = np.arange(size)
-    parity = np.bitwise_count(index[:, None] & index) % 2
+    parity = np.bitwise_count(np.arange(size)[:, None] & np.arange(size)) % 2
     matrix = np.where(parity, -1, 1) * _SIGNS[:size, None] / np.sqrt(size)
     shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-    precision = lax.Precision.HIGHEST
-    groups, matrix = widen(x).reshape(shape), matrix.astype(np.float32)
-    groups = jnp.tensordot(matrix, groups, ((0,), (axis + 1,)), precision=precision)
+    groups = widen(x).reshape(shape)
+    groups = jnp.tensordot(np.float32(matrix), groups, ((0,), (axis + 1,)), precision="highest")
     return jnp.moveaxis(groups, 0, axis + 1).reshape(x.shape)
 
 
