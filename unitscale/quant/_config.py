@@ -158,9 +158,8 @@ class Block:
 
     def of_operand(self, which: int) -> "Block":
         """Return the strategy of one of (lhs, rhs, cotangent)."""
-        if isinstance(self.dims, int):
-            return self
-        return dataclasses.replace(self, dims=self.dims[which])
+        dims = self.dims if isinstance(self.dims, int) else self.dims[which]
+        return dataclasses.replace(self, dims=dims)
 
 
 Strategy: TypeAlias = Unit | Dynamic | Delayed | Static | Block
