@@ -102,7 +102,9 @@ def _error(split: jax.Array, scale: jax.Array, fmt: Format, within: tuple[int, .
     """Return the squared rounding error of each block at a scale."""
     scale = lax.expand_dims(to_float(scale), within)
     fmt = dataclasses.replace(fmt, dtype=None)  # XLA may drop a conversion to a dtype and back
-    return jnp.sum((cast(split / scale, fmt) * scale - split) ** 2, within)
+    squares = (cast(split / scale, fmt) * scale - split) ** 2
+    ones = jnp.ones([split.shape[axis] for axis in within])
+    return jnp.tensordot(squares, ones, (within, tuple(range(len(within)))), precision="highest")
 
 
 # Signs of the Hadamard matrix, fixed at random. One vector serves all matmuls and steps.
