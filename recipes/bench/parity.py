@@ -179,8 +179,7 @@ def by_operand(configs: list[RunConfig]) -> runs.Table:
         exact = exact or grads
         errors[name] = float(np.mean([error(*pair) for pair in zip(grads, exact, strict=True)]))
         jax.clear_caches()
-    found = runs.differences(values, {})
-    rows = [row | {"gradient error": errors[row["variant"]]} for row in found]
+    rows = [r | {"gradient error": errors[r["variant"]]} for r in runs.differences(values, {})]
     title = f"Rounding, {len(configs)} models of {configs[0].train.steps} steps, by what is in FP8"
     return runs.Table(title, rows)
 
