@@ -114,7 +114,8 @@ class Block:
     Scaling:
         As in `Dynamic`, for each block. Scales in E4M3 are amax / max, rounded to nearest, and at
         least 2**-9. With ``tensor_scale`` the scale of a block is t times a number in E4M3, where t
-        is the smallest power of two with amax <= 448 * max * t over the tensor.
+        is the smallest power of two, at least 2**-117, with amax <= 448 * max * t over the tensor
+        (1.5 * amax if adaptive).
 
         Matmuls sum an operand over different dimensions forward and backward. With blocks in one
         dimension it is quantized for each matmul, as hardware requires; with square blocks once.

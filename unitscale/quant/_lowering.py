@@ -151,7 +151,8 @@ def named(x: jax.Array, name: str = "quantized") -> jax.Array:
     """
     if x.dtype.itemsize > 1:
         return checkpoint_name(x, name)
-    bits = checkpoint_name(lax.bitcast_convert_type(x, jnp.uint8), name)
+    code = jnp.uint4 if x.dtype == jnp.float4_e2m1fn else jnp.uint8
+    bits = checkpoint_name(lax.bitcast_convert_type(x, code), name)
     return lax.bitcast_convert_type(bits, x.dtype)
 
 

@@ -72,14 +72,15 @@ def quantize_dynamic(
     largest = lax.squeeze(amax(split, within), within)
     scale = _block_scale(largest, fmt, strategy)
     if strategy.adaptive:
-        larger = _block_scale(largest * 1.5, fmt, strategy)
-        better = _error(split, larger, fmt, within) < _error(split, scale, fmt, within)
+        larger = _block_scale(largest, fmt, strategy, 1.5)
+        growth = jnp.square(to_float(larger) / to_float(scale))
+        better = growth * _error(split, larger, fmt, within) < _error(split, scale, fmt, within)
         scale = jnp.where(better, larger, scale)
     scaled = ScaledArray(x, scale, block_shape=tuple(sizes))
     return scaled.map_data(lambda x: cast_data(widen(x) / to_float(scaled.full_scale), dtype))
 
 
-def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
+def _block_scale(largest: jax.Array, fmt: Format, strategy: Block, times: float = 1.0) -> jax.Array:
     """Return the scale of each block; NaN if amax is not finite and the data has no NaN."""
     scale_format = format_of(strategy.scale_format)
     finite, unit = jnp.isfinite(largest), None
@@ -88,9 +89,10 @@ def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
     else:
         if strategy.tensor_scale:
             whole = jnp.max(jnp.where(finite, largest, 0.0), initial=0.0)
-            unit = scale_to_fit(whole / scale_format.max, fmt)
+            most = scale_format.max * fmt.max / (1.5 if strategy.adaptive else 1.0)
+            unit = jnp.maximum(scale_to_fit(whole, dataclasses.replace(fmt, max=most)), 2.0**-117)
             largest = largest / unit
-        scale = jnp.maximum(largest / fmt.max, scale_format.smallest_subnormal)
+        scale = jnp.maximum(largest / fmt.max * times, scale_format.smallest_subnormal)
         scale = jnp.where(finite & (largest > 0), scale, 1.0)
     if not fmt.has_nan:
         scale = jnp.where(finite, scale, jnp.nan)
@@ -99,12 +101,12 @@ def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
 
 
 def _error(split: jax.Array, scale: jax.Array, fmt: Format, within: tuple[int, ...]) -> jax.Array:
-    """Return the squared rounding error of each block at a scale."""
-    scale = lax.expand_dims(to_float(scale), within)
+    """Return the squared rounding error of each block, in units of its scale."""
+    x = split / lax.expand_dims(to_float(scale), within)
     fmt = dataclasses.replace(fmt, dtype=None)  # XLA may drop a conversion to a dtype and back
-    squares = (cast(split / scale, fmt) * scale - split) ** 2
-    ones = jnp.ones([split.shape[axis] for axis in within])
-    return jnp.tensordot(squares, ones, (within, tuple(range(len(within)))), precision="highest")
+    ones = jnp.ones([x.shape[axis] for axis in within])  # a CPU sums slowly without a dot
+    pairs = within, tuple(range(len(within)))
+    return jnp.tensordot(jnp.square(cast(x, fmt) - x), ones, pairs, precision="highest")
 
 
 # Signs of the Hadamard matrix, fixed at random. One vector serves all matmuls and steps.
@@ -205,6 +207,6 @@ def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
 
 
 def dequantize(x: ScaledArray) -> jax.Array:
-    """Return the value of a ScaledArray in bfloat16, or in float32 if its mantissa needs it."""
+    """Return the value of a ScaledArray in bfloat16, or in float32 if its data needs it."""
     exact = format_of(x.dtype).mantissa_bits <= format_of("bfloat16").mantissa_bits
     return x.map_data(materialize).value.astype(jnp.bfloat16 if exact else jnp.float32)
