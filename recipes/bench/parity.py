@@ -132,7 +132,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "": {},
     ", no Hadamard transform": {"hadamard": False},
     ", not dithered": {"dither": False},
-    ", weights in rows": {"strategy": Block(16, 1, E4M3)},
+    ", weights in 16 x 16": {"strategy": Block(16, (1, 2, 1), E4M3, adaptive=True)},
+    ", not adaptive": {"strategy": Block(16, 1, E4M3)},
     ", a scale per tensor": {"strategy": PRESETS["nvfp4_dynamic"].strategy},
 }  # ingredients of NVFP4, and what replaces them
 ROUNDED: dict[str, dict[str, Any]] = {
@@ -178,8 +179,7 @@ def by_operand(configs: list[RunConfig]) -> runs.Table:
         exact = exact or grads
         errors[name] = float(np.mean([error(*pair) for pair in zip(grads, exact, strict=True)]))
         jax.clear_caches()
-    found = runs.differences(values, {})
-    rows = [row | {"gradient error": errors[row["variant"]]} for row in found]
+    rows = [r | {"gradient error": errors[r["variant"]]} for r in runs.differences(values, {})]
     title = f"Rounding, {len(configs)} models of {configs[0].train.steps} steps, by what is in FP8"
     return runs.Table(title, rows)
 

@@ -36,7 +36,7 @@ def test_presets() -> None:
     config = MatmulConfig(strategy=Block(32, 1, "float8_e8m0fnu"))
     assert nn.as_policy("mxfp8") == dataclasses.replace(fp8, matmul=config)
     fp4 = nn.as_policy("nvfp4").matmul
-    assert (fp4.lhs, fp4.strategy) == ("float4_e2m1fn", Block(16, (1, 2, 1), "float8_e4m3fn"))
+    assert (fp4.lhs, fp4.strategy) == ("float4_e2m1fn", Block(16, 1, "e4m3fn", adaptive=True))
     assert (fp4.dither, fp4.hadamard) == (True, True)
     assert nn.as_policy("nvfp4_dynamic").matmul.strategy.tensor_scale
     assert nn.as_policy("fp8_block").matmul.strategy == Block(128, (1, 2, 1), "float32")

@@ -70,6 +70,7 @@ BAD = [
     (lambda: Block(32, 3), r"Block: dims .* got 3"),
     (lambda: Block(32, (1, 2)), r"Block: dims .* got \(1, 2\)"),
     (lambda: Block(tensor_scale=True), r"Block: tensor_scale .* got True"),
+    (lambda: Block(adaptive=True), r"Block: adaptive .* got True"),
     (lambda: quantize(X, "e4m3fn", Block(32, (1, 2, 1))), r"Block: dims .* \(1, 2, 1\)"),
     (lambda: MatmulConfig(accumulation="slow"), r"MatmulConfig: accumulation .* got 'slow'"),
     (lambda: MatmulConfig(hadamard=True), r"MatmulConfig: hadamard .* got True"),

@@ -27,6 +27,7 @@ from unitscale.quant import (
     check_fp8,
     dot_general,
     fake_quantize_operands,
+    named_operands,
 )
 
 from .products import state_of, three_products
@@ -220,7 +221,8 @@ def test_blocks_are_multiplied_natively_on_blackwell(preset: str) -> None:
     shapes = (4, 64, 128), (128, 256), (4, 64, 256)
     args = [Spec(shape, BF16) for shape in shapes]
     for blackwell, count in ((True, 3), (False, 0)):
-        program = compile_h200(lambda *args: three(*args)[:3], *args, blackwell=blackwell)
+        with named_operands():  # 4-bit operands have names too
+            program = compile_h200(lambda *args: three(*args)[:3], *args, blackwell=blackwell)
         assert program.as_text().count('target="__cudnn$blockScaledDot"') == count
 
 

@@ -272,13 +272,14 @@ def test_float16_factors_multiply_before_rounding() -> None:
         np.testing.assert_array_equal(y, np.float16(wanted))
 
 
-@pytest.mark.parametrize(("config", "multiplier"), [(None, None), (MatmulConfig(), 3.0)])
+@pytest.mark.parametrize(
+    ("config", "multiplier"), [(None, np.float32(3.0)), (MatmulConfig(), jnp.float32(3.0))]
+)
 def test_transformations_and_factors(config, multiplier) -> None:
     lhs, rhs, factors = draw(3, (2, 3, 8), 1.0), draw(4, (8, 4), 1.0), (0.25, 0.125, 0.5)
 
     def f(lhs, rhs):
-        m = None if multiplier is None else jnp.float32(multiplier)
-        return contract(lhs, rhs, DENSE, factors=factors, config=config, multiplier=m)
+        return contract(lhs, rhs, DENSE, factors=factors, config=config, multiplier=multiplier)
 
     def looped(lhs, rhs):
         return jnp.stack([f(x, rhs) for x in lhs])
@@ -301,7 +302,7 @@ def test_transformations_and_factors(config, multiplier) -> None:
         a, b, ct = (np.float64(np.clip(x, -top, top).astype(E4M3)) for x in (a, b, ct))
     wanted = (a @ b, ct @ b.T, np.einsum("abk,abn->kn", a, ct))
     for got, value, factor in zip(expected, wanted, factors, strict=True):
-        np.testing.assert_allclose(got, (multiplier or 1) * factor * value, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(got, multiplier * factor * value, rtol=1e-5, atol=1e-5)
 
 
 def test_switches_of_the_weight_gradient() -> None:

@@ -129,20 +129,35 @@ def test_granularity_of_scales() -> None:
 
 
 def test_scales_of_blocks_in_e4m3() -> None:
-    """As NVFP4: a scale of amax / 6, rounded to E4M3, and data rounded after the division by it."""
+    """As NVFP4: scales are amax / 6 in E4M3, or amax / 4 if adaptive and that has less error.
+
+    With a scale per tensor too, powers of two change nothing else, down to 2**-100.
+    """
     rng = np.random.default_rng(1)
     x = rng.standard_normal((4, 32)).astype(np.float32)
-    configs = Block(16, 1, "e4m3fn"), Block(16, 1, "e4m3fn", tensor_scale=True)
+    whole, adaptive = {"tensor_scale": True}, {"adaptive": True}
+    switches = {}, whole, adaptive, whole | adaptive
+    configs = [Block(16, 1, "e4m3fn", **switch) for switch in switches]
     run = jax.jit(lambda x: [quantize(x, "e2m1", config) for config in configs])
     for size in (1.0, 1e-6):
-        one, two = run(x * size)
+        one, two, three, four = run(x * size)
         top = np.abs(x * size).reshape(4, 2, 16).max(-1)
         if size == 1:
-            scale = (top / 6).astype(jnp.float8_e4m3fn).astype(np.float32)
-            expected = (x / np.repeat(scale, 16, -1)).astype(jnp.float4_e2m1fn)
-            for q in (one, two):
+            blocks = x.reshape(4, 2, 16)
+            scales = [(top / n).astype(jnp.float8_e4m3fn).astype(np.float32) for n in (6, 4)]
+            data = [np.float32((blocks / s[..., None]).astype(jnp.float4_e2m1fn)) for s in scales]
+            pairs = zip(data, scales, strict=True)
+            errors = [np.sum((d * s[..., None] - blocks) ** 2, -1) for d, s in pairs]
+            best = np.argmin(errors, 0)[None]
+            assert 0 < best.sum() < best.size
+            mixed = np.take_along_axis(np.stack(scales), best, 0)[0]
+            every = zip((one, two, three, four), (scales[0], scales[0], mixed, mixed), strict=True)
+            for q, scale in every:
+                expected = (blocks / scale[..., None]).astype(jnp.float4_e2m1fn).reshape(4, 32)
                 np.testing.assert_array_equal(np.float32(q.scale), scale)
                 np.testing.assert_array_equal(np.float32(q.data), np.float32(expected))
+            tiny = run(x * 2.0**-100)[3].value
+            np.testing.assert_array_equal(np.float32(tiny) * 2.0**100, np.float32(four.value))
         else:
             np.testing.assert_array_equal(np.float32(one.scale), 2.0**-9)
             assert not np.any(np.float32(one.value))

@@ -168,7 +168,7 @@ def as_policy(policy: PolicyLike, *, dtype: Any = None, param_dtype: Any = None)
     | "fp8_channel" | bfloat16 | E4M3, one scale per row and output channel; wide weight gradients |
     | "fp8_block" | bfloat16 | E4M3, one scale per 128 elements, per 128 x 128 of a weight |
     | "mxfp8" | bfloat16 | E4M3, cotangents too; one scale for each block of 32 elements |
-    | "nvfp4" | bfloat16 | E2M1, one E4M3 scale per 16 elements, per 16 x 16 of a weight |
+    | "nvfp4" | bfloat16 | E2M1, one E4M3 scale per 16 elements |
     | "nvfp4_dynamic" | bfloat16 | same, with one more scale per tensor, for plain models |
 
     Parameters are float32, and the readout computes in the dtype of activations.

@@ -114,7 +114,8 @@ class Block:
     Scaling:
         As in `Dynamic`, for each block. Scales in E4M3 are amax / max, rounded to nearest, and at
         least 2**-9. With ``tensor_scale`` the scale of a block is t times a number in E4M3, where t
-        is the smallest power of two with amax <= 448 * max * t over the tensor.
+        is the smallest power of two, at least 2**-117, with amax <= 448 * max * t over the tensor
+        (1.5 * amax if adaptive).
 
         Matmuls sum an operand over different dimensions forward and backward. With blocks in one
         dimension it is quantized for each matmul, as hardware requires; with square blocks once.
@@ -125,9 +126,12 @@ class Block:
             summed and the last kept dimension; or one number for each of (lhs, rhs, cotangent).
         scale_format: "float8_e8m0fnu" or "float32" for powers of two, or "float8_e4m3fn".
         tensor_scale: whether scales in E4M3 also get one scale per tensor, for data far from RMS 1.
+        adaptive: whether scales in E4M3 may be 1.5 times as large, so that the largest element of a
+            block is 4 instead of 6 in E2M1; each block takes the scale with less squared error.
 
     References:
         NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, arXiv 2509.25149, section 3;
+        Cook et al., "Four Over Six", 2025, arXiv 2512.02010, section 3 (adaptive);
         Rouhani et al., "Microscaling Data Formats", 2023, arXiv 2310.10537, section 2;
         Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025, arXiv 2506.08027
         (rounding scales up).
@@ -137,6 +141,7 @@ class Block:
     dims: int | tuple[int, int, int] = 1
     scale_format: str = "float8_e8m0fnu"
     tensor_scale: bool = False
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         _check_count("Block: size", self.size, 1, "elements")
@@ -146,16 +151,16 @@ class Block:
         name = format_of(self.scale_format).name
         choices = ("float8_e8m0fnu", "float8_e4m3fn", "float32")
         check_choice("unitscale.quant.Block", "scale_format", name, choices)
-        fits = not self.tensor_scale or name == "float8_e4m3fn"
-        _check(fits, "Block: tensor_scale", "False unless scale_format is 'float8_e4m3fn'", True)
+        for switch in ("tensor_scale", "adaptive"):
+            fits = not getattr(self, switch) or name == "float8_e4m3fn"
+            _check(fits, f"Block: {switch}", "False unless scale_format is 'float8_e4m3fn'", True)
         object.__setattr__(self, "dims", dims[0] if len(set(dims)) == 1 else dims)
         object.__setattr__(self, "scale_format", name)
 
     def of_operand(self, which: int) -> "Block":
         """Return the strategy of one of (lhs, rhs, cotangent)."""
-        if isinstance(self.dims, int):
-            return self
-        return dataclasses.replace(self, dims=self.dims[which])
+        dims = self.dims if isinstance(self.dims, int) else self.dims[which]
+        return dataclasses.replace(self, dims=dims)
 
 
 Strategy: TypeAlias = Unit | Dynamic | Delayed | Static | Block
@@ -238,7 +243,7 @@ class MatmulConfig:
 
 
 def _nvfp4(**options: Any) -> MatmulConfig:
-    block = Block(16, (1, 2, 1), "float8_e4m3fn", **options)
+    block = Block(16, 1, "float8_e4m3fn", adaptive=True, **options)
     e2m1 = "float4_e2m1fn"
     return MatmulConfig(
         lhs=e2m1, rhs=e2m1, cotangent=e2m1, strategy=block, dither=True, hadamard=True

@@ -42,17 +42,15 @@ def dot(
     # Do not merge with several devices: each dimension may be sharded over its own mesh axis.
     merge = count > 1 and not batch and summed == other == tuple(range(count))
     merge = merge and jax.device_count() == 1
-
-    fits = (lhs.dtype == jnp.bfloat16 and dtype == jnp.float32) or (
-        merge and lhs.dtype.itemsize >= 4
-    )
+    widens = lhs.dtype == jnp.bfloat16 and dtype == jnp.float32
+    fits = widens or (merge and lhs.dtype.itemsize >= 4)
     if jax.default_backend() != "cpu" or not fits:
         return multiply(lhs, rhs, dimension_numbers)
     lhs, rhs = widen(lhs), widen(rhs)
-    if not merge:
-        return multiply(lhs, rhs, dimension_numbers)
-    lhs, rhs = (x.reshape(math.prod(x.shape[:count]), *x.shape[count:]) for x in (lhs, rhs))
-    return multiply(lhs, rhs, (((0,), (0,)), ((), ())))
+    if merge:
+        lhs, rhs = (x.reshape(math.prod(x.shape[:count]), *x.shape[count:]) for x in (lhs, rhs))
+        dimension_numbers = ((0,), (0,)), ((), ())
+    return multiply(lhs, rhs, dimension_numbers)
 
 
 # Elements per block of the formats that NVIDIA's block-scaled kernels multiply: data and scale.
@@ -153,7 +151,8 @@ def named(x: jax.Array, name: str = "quantized") -> jax.Array:
     """
     if x.dtype.itemsize > 1:
         return checkpoint_name(x, name)
-    bits = checkpoint_name(lax.bitcast_convert_type(x, jnp.uint8), name)
+    code = jnp.uint4 if x.dtype == jnp.float4_e2m1fn else jnp.uint8
+    bits = checkpoint_name(lax.bitcast_convert_type(x, code), name)
     return lax.bitcast_convert_type(bits, x.dtype)
 
 

@@ -1,5 +1,6 @@
 """Quantize and dequantize one tensor; compute its scale from its amax."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -70,11 +71,16 @@ def quantize_dynamic(
     within = tuple(range(1, split.ndim, 2))
     largest = lax.squeeze(amax(split, within), within)
     scale = _block_scale(largest, fmt, strategy)
+    if strategy.adaptive:
+        larger = _block_scale(largest, fmt, strategy, 1.5)
+        growth = jnp.square(to_float(larger) / to_float(scale))
+        better = growth * _error(split, larger, fmt, within) < _error(split, scale, fmt, within)
+        scale = jnp.where(better, larger, scale)
     scaled = ScaledArray(x, scale, block_shape=tuple(sizes))
     return scaled.map_data(lambda x: cast_data(widen(x) / to_float(scaled.full_scale), dtype))
 
 
-def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
+def _block_scale(largest: jax.Array, fmt: Format, strategy: Block, times: float = 1.0) -> jax.Array:
     """Return the scale of each block; NaN if amax is not finite and the data has no NaN."""
     scale_format = format_of(strategy.scale_format)
     finite, unit = jnp.isfinite(largest), None
@@ -83,14 +89,24 @@ def _block_scale(largest: jax.Array, fmt: Format, strategy: Block) -> jax.Array:
     else:
         if strategy.tensor_scale:
             whole = jnp.max(jnp.where(finite, largest, 0.0), initial=0.0)
-            unit = scale_to_fit(whole / scale_format.max, fmt)
+            most = scale_format.max * fmt.max / (1.5 if strategy.adaptive else 1.0)
+            unit = jnp.maximum(scale_to_fit(whole, dataclasses.replace(fmt, max=most)), 2.0**-117)
             largest = largest / unit
-        scale = jnp.maximum(largest / fmt.max, scale_format.smallest_subnormal)
+        scale = jnp.maximum(largest / fmt.max * times, scale_format.smallest_subnormal)
         scale = jnp.where(finite & (largest > 0), scale, 1.0)
     if not fmt.has_nan:
         scale = jnp.where(finite, scale, jnp.nan)
     scale = lax.stop_gradient(cast(scale, scale_format))
     return scale if unit is None else widen(scale) * unit
+
+
+def _error(split: jax.Array, scale: jax.Array, fmt: Format, within: tuple[int, ...]) -> jax.Array:
+    """Return the squared rounding error of each block, in units of its scale."""
+    x = split / lax.expand_dims(to_float(scale), within)
+    fmt = dataclasses.replace(fmt, dtype=None)  # XLA may drop a conversion to a dtype and back
+    ones = jnp.ones([x.shape[axis] for axis in within])  # a CPU sums slowly without a dot
+    pairs = within, tuple(range(len(within)))
+    return jnp.tensordot(jnp.square(cast(x, fmt) - x), ones, pairs, precision="highest")
 
 
 # Signs of the Hadamard matrix, fixed at random. One vector serves all matmuls and steps.
@@ -107,13 +123,11 @@ def hadamard(x: jax.Array, axis: int) -> jax.Array:
         NVIDIA, "Pretraining Large Language Models with NVFP4", 2025, arXiv 2509.25149, section 4.2.
     """
     size = math.gcd(x.shape[axis], len(_SIGNS))
-    index = np.arange(size)
-    parity = np.bitwise_count(index[:, None] & index) % 2
+    parity = np.bitwise_count(np.arange(size)[:, None] & np.arange(size)) % 2
     matrix = np.where(parity, -1, 1) * _SIGNS[:size, None] / np.sqrt(size)
     shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-    precision = lax.Precision.HIGHEST
-    groups, matrix = widen(x).reshape(shape), matrix.astype(np.float32)
-    groups = jnp.tensordot(matrix, groups, ((0,), (axis + 1,)), precision=precision)
+    groups = widen(x).reshape(shape)
+    groups = jnp.tensordot(np.float32(matrix), groups, ((0,), (axis + 1,)), precision="highest")
     return jnp.moveaxis(groups, 0, axis + 1).reshape(x.shape)
 
 
@@ -193,6 +207,6 @@ def values_of(quantized: ScaledArray, x: jax.Array) -> jax.Array:
 
 
 def dequantize(x: ScaledArray) -> jax.Array:
-    """Return the value of a ScaledArray in bfloat16, or in float32 if its mantissa needs it."""
+    """Return the value of a ScaledArray in bfloat16, or in float32 if its data needs it."""
     exact = format_of(x.dtype).mantissa_bits <= format_of("bfloat16").mantissa_bits
     return x.map_data(materialize).value.astype(jnp.bfloat16 if exact else jnp.float32)

@@ -132,10 +132,8 @@ class Interpreter:
     def default(self, eqn: JaxprEqn, values: Sequence[Value]) -> Any:
         """Apply the primitive to ``data * scale`` of the operands, in the program's types."""
         self.settings.report.append(Default(eqn.primitive.name, self.settings.source()))
-        arrays = [
-            v.data if v.scale is None else v.numeric(aval_of(var).dtype)
-            for v, var in zip(values, eqn.invars, strict=True)
-        ]
+        pairs = zip(values, eqn.invars, strict=True)
+        arrays = [v.data if v.scale is None else v.numeric(aval_of(x).dtype) for v, x in pairs]
         return self.wide_results(eqn, values, self.bind(eqn, arrays))
 
     # -- evaluation --------------------------------------------------------------------------

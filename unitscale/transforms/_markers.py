@@ -69,10 +69,8 @@ def _marker_transpose(cotangent: Any, x: Any, *rest: Any, forward: Any, backward
 
 def _marker_batch(args: Any, dims: Any, forward: Any, backward: Any) -> Any:
     x, *rest = args
-    rest = [
-        r if d is None else lax.index_in_dim(r, 0, d, False)
-        for r, d in zip(rest, dims[1:], strict=True)
-    ]
+    pairs = zip(rest, dims[1:], strict=True)
+    rest = [r if d is None else lax.index_in_dim(r, 0, d, False) for r, d in pairs]
     return _bind(x, rest, forward, backward), dims[0]
 
 
@@ -97,13 +95,8 @@ def _data_scale_jvp(primals: Any, tangents: Any) -> Any:
     return [data, scale], [tangent, ad.Zero(jax.typeof(scale).to_tangent_aval())]
 
 
-def _data_scale_batch(args: Any, dims: Any) -> Any:
-    data, scale = data_scale_p.bind(*args)
-    return [data, scale], [dims[0], None]
-
-
 ad.primitive_jvps[data_scale_p] = _data_scale_jvp
-batching.primitive_batchers[data_scale_p] = _data_scale_batch
+batching.primitive_batchers[data_scale_p] = lambda x, dims: (data_scale_p.bind(*x), [*dims, None])
 
 
 def _floating(name: str, x: Any) -> jax.Array:

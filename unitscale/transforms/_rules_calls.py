@@ -218,7 +218,5 @@ def cond(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> list[V
         names = [ns or ("default",) for ns in platforms]
         chosen = {n: run for run, ns in zip(runs, names, strict=True) for n in ns}
         results = lax.platform_dependent(**chosen)
-    return [
-        Value(r) if t is None or not is_float(r) else wide_value(r, t)
-        for r, t in zip(results, types, strict=True)
-    ]
+    pairs = zip(results, types, strict=True)
+    return [Value(r) if t is None or not is_float(r) else wide_value(r, t) for r, t in pairs]

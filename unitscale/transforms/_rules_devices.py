@@ -127,7 +127,5 @@ def shard_map(interpreter: Interpreter, eqn: JaxprEqn, values: list[Value]) -> l
     )
     data, arrays = mapped(*packed.arrays)
     scales = iter(arrays)
-    return [
-        Value(d) if t is None else Value(d, Scale(0, next(scales)), t, 0)
-        for d, t in zip(data, types, strict=True)
-    ]
+    pairs = zip(data, types, strict=True)
+    return [Value(d) if t is None else Value(d, Scale(0, next(scales)), t, 0) for d, t in pairs]
