@@ -70,6 +70,11 @@ def fp8_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
     return dot_general(MatmulConfig(strategy=Dynamic()))(x, w, (((1,), (0,)), ((), ())))
 
 
+def _has_kernels(device: Any) -> bool:
+    """Return whether a device is an NVIDIA GPU that has FP8 kernels."""
+    return "cuda" in device.client.platform_version and float(device.compute_capability) >= 8.9
+
+
 def _check_matmul(device: Any) -> tuple[str, str]:
     """Compare an FP8 matmul with float64, on inputs that E4M3 represents exactly."""
     rng = np.random.default_rng(0)
@@ -85,8 +90,7 @@ def _check_matmul(device: Any) -> tuple[str, str]:
     if not worst <= allowed:
         text = f"wrong: relative error {worst:.1g}, expected at most {allowed:.1g}"
         return text, "do not train on this device; check its driver and versions"
-    cuda = "cuda" in device.client.platform_version
-    if not cuda or float(device.compute_capability) < 8.9:
+    if not _has_kernels(device):
         return "correct, in wider arithmetic: no FP8 kernels are known for this device", ""
     if fp8 := check_fp8(program):
         return "correct, in an FP8 kernel", ""

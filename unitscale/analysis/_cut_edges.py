@@ -154,10 +154,9 @@ class Graph(Interpreter):
         # The outermost custom_vjp functions, each as its equation after the calls around it.
         self.ops: list[tuple[Any, ...]] = []
         self.inside, self.vertices = False, itertools.count(1)
-        self.inputs = [
-            next(self.vertices) if flag and is_floating(var.aval) else None
-            for flag, var in zip(differentiated, closed.jaxpr.invars, strict=True)
-        ]
+        pairs = zip(differentiated, closed.jaxpr.invars, strict=True)
+        known = (flag and is_floating(var.aval) for flag, var in pairs)
+        self.inputs = [next(self.vertices) if k else None for k in known]
         self.connect(self.run(closed, self.inputs), 0)  # 0 is the vertex of all outputs
 
     def live(self) -> list[tuple[Edge, bool]]:

@@ -116,10 +116,8 @@ def dot_product_attention(
     # Multiply the cotangent by v's factor before the softmax makes it small. bfloat16 has the range
     # to multiply the gradients at the end instead, where XLA fuses the factors.
     common = 1.0 if shared == jnp.bfloat16 else factors.bwd[2]
-    qd, kd, vd = (
-        upcast(scale_bwd(x, factor / common), shared)
-        for x, factor in zip((qd, kd, vd), factors.bwd, strict=True)
-    )
+    pairs = zip((qd, kd, vd), factors.bwd, strict=True)
+    qd, kd, vd = (upcast(scale_bwd(x, factor / common), shared) for x, factor in pairs)
     rate = 0.0 if deterministic else dropout_rate
     scales = [s for s in bounded_product(qs, ks) if s is not None and not isinstance(s, int)]
     path = take_path(
