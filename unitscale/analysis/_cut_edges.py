@@ -155,8 +155,8 @@ class Graph(Interpreter):
         self.ops: list[tuple[Any, ...]] = []
         self.inside, self.vertices = False, itertools.count(1)
         pairs = zip(differentiated, closed.jaxpr.invars, strict=True)
-        known = (flag and is_floating(var.aval) for flag, var in pairs)
-        self.inputs = [next(self.vertices) if k else None for k in known]
+        active = (flag and is_floating(var.aval) for flag, var in pairs)
+        self.inputs = [next(self.vertices) if is_active else None for is_active in active]
         self.connect(self.run(closed, self.inputs), 0)  # 0 is the vertex of all outputs
 
     def live(self) -> list[tuple[Edge, bool]]:

@@ -123,10 +123,9 @@ def scaled_matmul(
         dot(lhs.data, rhs.data) * (factor * lhs.scale * rhs.scale): one dot and one multiply, which
         XLA compiles to a single GEMM kernel. Scales that vary along a summed dimension, such as
         block scales, multiply the data before the dot. float16 and float32 results are multiplied
-        in the accumulator and rounded once; bfloat16 results are multiplied after rounding. If
-        factor * lhs.scale * rhs.scale is less than 2^-126, the result is 0; if it exceeds float32's
-        maximum, that is used instead. MXFP8 and NVFP4 operands stay in 8 and 4 bits where the GPU
-        multiplies them (from sm_100).
+        in the accumulator and rounded once; bfloat16 results are multiplied after rounding.
+        factor * lhs.scale * rhs.scale becomes 0 below 2^-126 and saturates in float32. MXFP8 and
+        NVFP4 operands stay in 8 and 4 bits where the GPU multiplies them (from sm_100).
     """
     batch = [c for c in spec.lhs if c in spec.rhs and c in spec.out]
     free = [c for labels in (spec.lhs, spec.rhs) for c in labels if c not in (*batch, *spec.summed)]
@@ -417,7 +416,8 @@ def _matmul_fwd(lhs, rhs, groups, multiplier, state, core):
     right, rhs, saw_rhs = _operands(core, rhs, RHS, state)
     factors = core.factors
     if multiplier is not None:
-        factors = tuple(factor * jnp.asarray(multiplier) for factor in factors)
+        multiplier = jnp.asarray(multiplier)
+        factors = tuple(factor * multiplier for factor in factors)
     if core.config is not None and groups is None:  # XLA does not merge matmuls across loops
         left, right, rhs, factors = _lowering.isolate(left, right, rhs, factors)
     spec, right = _in_layouts(core.spec, left, right), _lowering.operand_of(right)
