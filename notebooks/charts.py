@@ -37,6 +37,10 @@ LOSSES = (
             + (("articles", 5), ("Python", 5), ("sentences", 3))
         )
     ),
+    *(
+        (f"NVFP4, {text}, rate 3, 600 steps, 5 seeds", "parity-nvfp4", index, "nvfp4", 1.0)
+        for index, text in enumerate(("plays", "articles", "Python"))
+    ),
     ("FP8, 10,000 steps, 3 seeds, 1 text", "parity-drift", 0, "fp8", 0.2),
     ("FP8, BERT, 4,000 steps, 3 seeds, 1 text", "lms", 0, "fp8", 0.7),
     ("float16, 600 steps, 5 seeds, 2 texts", "parity", -1, "float16", 0.1),

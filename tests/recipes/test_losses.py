@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "data.tokenizer.vocab=null",
         "model.layers=4",
     ),
-    "parity": ("gpt/parity", WARM),
+    "parity": ("gpt/parity", WARM, "optimizer.learning_rate=1.5"),
     "books": (
         "bert/books",
         WARM,
