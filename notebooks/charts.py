@@ -34,7 +34,7 @@ LOSSES = (
         (f"FP8, {text}, 1,200 steps, {n} seeds", "parity-texts-1200", index, "fp8", 0.2)
         for index, (text, n) in enumerate(
             (("plays", 5), ("novels", 3), ("more novels", 5))
-            + (("articles", 5), ("Python", 5), ("sentences", 3))
+            + (("articles", 5), ("Python", 5), ("sentences", 5))
         )
     ),
     *(
