@@ -265,6 +265,7 @@ def test_scale_length_and_scale_causal() -> None:
     ways: dict[str, dict[str, Any]] = {
         "whole": {},
         "causal": {"is_causal": True},
+        "window": {"local_window_size": (2, 0)},
         "length": {"is_causal": True, "scale_length": 64},
         # Causality that comes in through the mask, as with a cache of keys.
         "masked": {"mask": causal, "scale_causal": True},
@@ -272,10 +273,10 @@ def test_scale_length_and_scale_causal() -> None:
     }
     args = [np.float32(a) for a in normal("length", SHAPE, SHAPE, SHAPE)]
     found = compute({name: (functools.partial(attend, **how), *args) for name, how in ways.items()})
-    whole, plain, length, masked, given = (np.asarray(y.data) for y in found.values())
+    whole, plain, window, length, masked, given = (np.asarray(y.data) for y in found.values())
     ratio = factors(64, is_causal=True).fwd / factors(3, is_causal=True).fwd
     np.testing.assert_allclose(length, ratio * plain, rtol=1e-5)
-    np.testing.assert_allclose(masked, plain, rtol=1e-5)
+    np.testing.assert_allclose((window, masked), (plain, plain), rtol=1e-5)
     np.testing.assert_allclose(given, 2 / factors(3).fwd * whole, rtol=1e-5)
 
 

@@ -77,7 +77,7 @@ def dot_product_attention(
         dropout_key: `jax.random` key for dropout.
         deterministic: whether to replace the random dropout mask by its expected value.
         scale_length: static number of keys to compute the factors from; by default the keys in k.
-        scale_causal: whether to use the factors of causal attention; by default ``is_causal``.
+        scale_causal: whether to use causal factors; by default if causal, or a one-sided window.
         mean_square: static mean square of attention's output before the factor, if values at
             different positions are correlated (`rules.AttentionContext`); None if independent.
         constraint: see `unitscale.ops`.
@@ -105,7 +105,7 @@ def dot_product_attention(
     factors = rules.dot_product_attention(
         qd.shape[-1],
         kd.shape[1] if scale_length is None else scale_length,
-        is_causal=is_causal if scale_causal is None else scale_causal,
+        is_causal=0 in window if scale_causal is None else scale_causal,
         keys_per_query=window.keys,
         mult=mult,
         dropout_rate=dropout_rate,
