@@ -12,7 +12,7 @@ from .bench import BENCHMARKS, ELSEWHERE
 from .config import RunConfig
 from .errors import RecipeError, complain, told_by
 from .registry import load_config
-from .run.folder import CONFIG, is_run, run_folder, saved_steps
+from .run.folder import CONFIG, downloaded, is_run, run_folder, saved_steps
 from .run.pool import start_process
 
 app = typer.Typer(
@@ -144,6 +144,7 @@ def generate(
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model, or with a decoder in a Hugging Face folder."""
+    config = downloaded(config)
     if not Path(config).is_dir() or is_run(config):
         if chat or adapter is not None:
             raise RecipeError(f"--chat, --adapter: expected a Hugging Face folder; got {config}")
@@ -209,7 +210,7 @@ def _save(path: Path, folder: str, adapter: str | None = None, fp8: Any = None) 
 
     if path.exists():
         raise RecipeError(f"OUTPUT: expected a new folder; got {path}, which exists; name another")
-    save(load(folder, "lm", adapter=adapter), path, fp8=fp8)
+    save(load(downloaded(folder), "lm", adapter=adapter), path, fp8=fp8)
     typer.echo(f"the model is in {path}")
 
 

@@ -1,7 +1,7 @@
 """Supported models and tasks, and reading a model's shape from config.json.
 
-Sizes must be in the file; other keys have the defaults of `transformers`. Unknown keys are errors,
-because they may change what the model computes.
+Sizes must be in the file (`head_dim`, if it is not width / heads); other keys have the defaults of
+`transformers`. Unknown keys are errors, because they may change what the model computes.
 """
 
 import math

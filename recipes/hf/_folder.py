@@ -32,7 +32,7 @@ FLOAT8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 _DTYPES = {  # NumPy's names
     **{"BOOL": "?", "U8": "u1", "I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8", "F16": "f2"},
     **{"F32": "f4", "F64": "f8", "BF16": "bfloat16"},
-    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
 }
 
 

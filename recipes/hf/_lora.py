@@ -206,6 +206,7 @@ _INERT = re.compile(
 def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
     """Write the updates of an adapted model; `base` is the Hugging Face folder it came from."""
     updated = updated_tensors(model.config, lora)
+    cached = re.search("models--([^/]+)/snapshots/", base)  # in the cache of huggingface_hub
     tensors = {}
     for name, tensor in updated.items():
         layers = [_layer(model, path) for path in tensor.paths]
@@ -215,7 +216,7 @@ def save_adapter(model: GPT, lora: LoraConfig, folder: Path, base: str) -> None:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": cached[1].replace("--", "/") if cached else base,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         # Two parts of a name, because GPT-2 has a c_proj both in attention and in the MLP.

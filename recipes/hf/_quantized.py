@@ -6,7 +6,7 @@ weight * scale. Folders with `quant_method` "fp8" (DeepSeek, Qwen) name the scal
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ Scheme = Literal["tensor", "channel", "block"]
 _METHODS, _SIZE = ("fp8", "compressed-tensors"), 128
 _SCALES = ("weight_scale_inv", "weight_scale")
 # Scales of activations and of the KV cache: activations are quantized as `precision` says.
-_IGNORED = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+_IGNORED = ("input_scale", "output_scale", "kv_scale", "k_scale", "v_scale", "q_scale")
 
 
 def dequantize(folder: Folder) -> Folder:
@@ -34,12 +34,15 @@ def dequantize(folder: Folder) -> Folder:
     scheme = folder.config.get(QUANTIZATION)
     if scheme is None:
         return folder
-    method = scheme.get("quant_method") if isinstance(scheme, dict) else scheme
-    if method not in _METHODS:
+    scheme = scheme if isinstance(scheme, dict) else {"quant_method": scheme}
+    groups = [group.get("weights") or {} for group in (scheme.get("config_groups") or {}).values()]
+    method, kinds = scheme.get("quant_method"), {(x.get("type"), x.get("num_bits")) for x in groups}
+    if method not in _METHODS or kinds - {("float", 8)}:
         raise RecipeError(
-            f"{folder.path}: {QUANTIZATION}.quant_method: expected {' or '.join(_METHODS)}; "
-            f"got {method!r}; give the folder of the model before it was quantized"
+            f"{folder.path}: {QUANTIZATION}.quant_method: expected {' or '.join(_METHODS)} in FP8; "
+            f"got {method!r} {kinds or ''}; give the folder of the model before it was quantized"
         )
+    blocks = [scheme.get("weight_block_size"), *(x.get("block_structure") for x in groups)]
     wanted = str(folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16")
     dtype = jnp.dtype(wanted.removeprefix("torch."))
     narrow: dict[str, Callable[[], ScaledArray]] = {}
@@ -53,7 +56,7 @@ def dequantize(folder: Folder) -> Folder:
                 f"{' or '.join(_SCALES)}; got {len(scales)}; copy the whole folder"
             )
         weight, scale = kept[name], kept.pop(scales[0])
-        narrow[name] = partial(_scaled, folder.path, name, weight, scale, scheme)
+        narrow[name] = partial(_scaled, folder.path, name, weight, scale, blocks)
         read = lambda make=narrow[name]: np.asarray(make().value).astype(dtype)  # noqa: E731
         kept[name] = Tensor(weight.shape, dtype, read)
     config = {key: value for key, value in folder.config.items() if key != QUANTIZATION}
@@ -61,7 +64,7 @@ def dequantize(folder: Folder) -> Folder:
 
 
 def _scaled(
-    path: Path, name: str, weight: Tensor, stored: Tensor, scheme: Mapping[str, Any]
+    path: Path, name: str, weight: Tensor, stored: Tensor, block_sizes: list[Any]
 ) -> ScaledArray:
     """Return an FP8 weight as a ScaledArray, with a scale per tensor, per output or per block."""
     scale = np.asarray(stored, np.float32)
@@ -70,10 +73,7 @@ def _scaled(
     if scale.size == 1 or per_output:
         scale = scale.reshape((outputs, 1) if per_output else ())
         return ScaledArray(jnp.asarray(weight), jnp.asarray(scale))
-    groups = scheme.get("config_groups") or {}
-    sizes = [scheme.get("weight_block_size")]
-    sizes += [(group.get("weights") or {}).get("block_structure") for group in groups.values()]
-    for size in sizes:
+    for size in block_sizes:
         if size and scale.shape == (-(-outputs // size[0]), -(-inputs // size[1])):
             blocks = min(int(size[0]), outputs), min(int(size[1]), inputs)
             return ScaledArray(jnp.asarray(weight), jnp.asarray(scale), block_shape=blocks)
@@ -96,6 +96,10 @@ def quantized(folder: Folder, names: list[str], scheme: Scheme) -> Folder:
     written = dict(folder.tensors)
     for name in names:
         weight = written[name]
+        # For other sizes, transformers infers smaller blocks from the number of scales.
+        if block and any(n > _SIZE and n % _SIZE for n in weight.shape):
+            got = f"{name} {list(weight.shape)}"
+            raise RecipeError(f"--fp8 block: expected multiples of {_SIZE}; got {got}; use channel")
         shapes = jax.eval_shape(parts, jax.ShapeDtypeStruct(weight.shape, jnp.float32))
         names_of = name, f"{name.removesuffix('weight')}{_SCALES[not block]}"
         for index, (key, x) in enumerate(zip(names_of, shapes, strict=True)):
@@ -103,13 +107,9 @@ def quantized(folder: Folder, names: list[str], scheme: Scheme) -> Folder:
             written[key] = Tensor(x.shape, x.dtype, read)
     eight: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
     if block:
-        method: dict[str, Any] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [_SIZE, _SIZE],
-            "modules_to_not_convert": ["lm_head"],
-        }
+        method: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3"}
+        method |= {"activation_scheme": "dynamic", "weight_block_size": [_SIZE, _SIZE]}
+        method |= {"modules_to_not_convert": ["lm_head"]}
     else:
         of_inputs = eight | {"strategy": "token" if scheme == "channel" else "tensor"}
         group = {
@@ -117,13 +117,9 @@ def quantized(folder: Folder, names: list[str], scheme: Scheme) -> Folder:
             "weights": eight | {"strategy": scheme, "dynamic": False},
             "input_activations": of_inputs | {"dynamic": True},
         }
-        method = {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": ["lm_head"],
-        }
+        method = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+        method |= {"quantization_status": "compressed", "config_groups": {"group_0": group}}
+        method |= {"ignore": ["lm_head"]}
     return _with_tensors(folder, folder.config | {QUANTIZATION: method}, written)
 
 

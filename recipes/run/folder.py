@@ -54,13 +54,14 @@ def downloaded(init: str) -> str:
         return init
     hub = importlib.import_module("huggingface_hub")  # slow to import; tokenizers needs it
     try:
-        return hub.snapshot_download(init, allow_patterns=["*.json", "*.safetensors", "*.jinja"])
+        files = ["*.json", "model*.safetensors", "*.jinja"]  # no second copy of the weights
+        return hub.snapshot_download(init, allow_patterns=files)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise RecipeError(
-            f"init: expected a folder, or a model that can be downloaded; got {init}: {reason}; "
-            f"run `hf download {init} --local-dir {path.name}` where there is a network (`hf auth "
-            f"login` first if the model has a license to accept), and set init={path.name}"
+            f"{init}: expected a folder, or a model that can be downloaded; {reason}; run `hf "
+            f"download {init} --local-dir {path.name}` where there is a network (`hf auth login` "
+            f"first if the model has a license to accept), and give {path.name} instead"
         ) from error
 
 

@@ -67,7 +67,7 @@ def test_generation_from_a_folder(tmp_path: Path, capsys: Captured) -> None:
     np.testing.assert_array_equal(ids[prompt.size :], likeliest[prompt.size - 1 : -1])
 
 
-def test_a_name_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def snapshot_download(name: str, **options: Any) -> str:
         assert name == "org/llama3"
         return str(FIXTURES / "llama3")
@@ -77,6 +77,8 @@ def test_a_name_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         CONFIGS / "llama" / "lora.yaml", ["init=org/llama3", "data.sequence_length=16"]
     )
     assert (config.init, config.model.width) == (str(FIXTURES / "llama3"), 16)
+    assert main(["export", "org/llama3", str(tmp_path / "out"), "--fp8", "tensor"]) == 0
+    assert main(["generate", "org/llama3", "--tokens", "1"]) == 0
 
 
 def test_the_shape_is_that_of_the_folder() -> None:
@@ -329,9 +331,9 @@ def retensor(folder: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) 
 def test_an_adapter_is_written_and_read_back(name: str, tmp_path: Path) -> None:
     """Reading into a new model's updates is exact; merging into weights gives the same function."""
     model, lora = updated(name), LORAS[name]
-    save_adapter(model, lora, tmp_path, name)
+    save_adapter(model, lora, tmp_path, f"hub/models--org--{name}/snapshots/0")
     config = json.loads((tmp_path / CONFIG).read_text("utf-8"))
-    assert (config["task_type"], config["base_model_name_or_path"]) == ("CAUSAL_LM", name)
+    assert (config["task_type"], config["base_model_name_or_path"]) == ("CAUSAL_LM", f"org/{name}")
     other: Any = load(FIXTURES / name, lazy=True).model
     adapt(other, lora, seed=1)
     start_from(other, lora, tmp_path)

@@ -18,6 +18,7 @@ from recipes.hf import adapt, load, shape_of
 from tests.recipes.pretrained import FIXTURES, change_config, change_tensors, copied, reference
 
 E4M3 = jnp.float8_e4m3fn
+INT8 = {"num_bits": 8, "type": "int"}
 BLOCK = 10  # divides none of the sizes of the fixture
 SCHEMES = {
     "block": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"},
@@ -31,13 +32,14 @@ def is_linear(name: str) -> bool:
 
 
 def quantize(weight: np.ndarray, scheme: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return data, scale and value in NumPy, with scales that are no powers of two."""
+    """Return data, scale and value in NumPy; only scales per channel are powers of two."""
     wide = weight.astype(np.float32)
     sizes = {"block": (BLOCK, BLOCK), "channel": (1, wide.shape[1]), "tensor": wide.shape}[scheme]
     pads = [(0, -n % size) for n, size in zip(wide.shape, sizes, strict=True)]
     rows, columns = (n + pad for n, (_, pad) in zip(wide.shape, pads, strict=True))
     split = np.pad(wide, pads).reshape(rows // sizes[0], sizes[0], columns // sizes[1], sizes[1])
     scale = np.abs(split).max((1, 3)) / 448
+    scale = np.exp2(np.ceil(np.log2(scale))) if scheme == "channel" else scale
     full = np.repeat(np.repeat(scale, sizes[0], 0), sizes[1], 1)[: wide.shape[0], : wide.shape[1]]
     data = (wide / full).astype(E4M3)
     return data, scale, data.astype(np.float32) * full
@@ -57,8 +59,9 @@ def published(tmp_path: Path, scheme: str, without: str = "-") -> tuple[Path, Pa
                 stem = name.removesuffix("weight")
                 part = "weight_scale_inv" if scheme == "block" else "weight_scale"
                 shape = () if scheme == "tensor" else scale.shape
-                new |= {name: data, stem + part: scale.reshape(shape)}
-                new[f"{stem}input_scale"] = np.ones((), np.float32)
+                kind = jnp.float8_e8m0fnu if scheme == "channel" else np.float32
+                new |= {name: data, stem + part: scale.reshape(shape).astype(kind)}
+                new |= dict.fromkeys((f"{stem}input_scale", f"{stem}kv_scale"), np.ones((), "f4"))
         return {name: array for name, array in new.items() if without not in name}
 
     change_tensors(folder, lambda old: change(True, old))
@@ -111,6 +114,7 @@ def test_folders_are_written_and_read_again(scheme: str, tmp_path: Path) -> None
     [
         (SCHEMES["block"] | {"quant_method": "gptq"}, r"quant_method.*gptq"),
         ("gptq", r"quant_method.*gptq"),
+        (SCHEMES["channel"] | {"config_groups": {"all": {"weights": INT8}}}, "'int'"),
         (SCHEMES["block"] | {"weight_block_size": [5, 5]}, r"q_proj|k_proj|weight"),
     ],
 )
@@ -121,14 +125,16 @@ def test_unknown_schemes_are_refused(scheme: Any, named: str, tmp_path: Path) ->
         load(folder)
 
 
-def test_missing_scales_and_other_families_are_refused(tmp_path: Path) -> None:
+def test_unreadable_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = published(tmp_path, "channel", without="0.mlp.up_proj.weight_scale")
     with pytest.raises(RecipeError, match=r"0\.mlp\.up_proj\.weight"):
         load(folder)
-    out = str(tmp_path / "out")
-    result = CliRunner().invoke(app, ["export", str(FIXTURES / "gpt2"), out, "--fp8", "block"])
-    assert result.exit_code
-    assert "gpt2" in str(result.exception or result.output)
+    monkeypatch.setattr("recipes.hf._quantized._SIZE", BLOCK)  # transformers infers other blocks
+    for name, wanted in {"gpt2": "gpt2", "llama3": "multiples of 10"}.items():
+        command = ["export", str(FIXTURES / name), str(tmp_path / "out"), "--fp8", "block"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code
+        assert wanted in str(result.exception or result.output)
 
 
 @pytest.mark.peers
