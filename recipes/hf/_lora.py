@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from pydantic import BaseModel, Field
 
-from unitscale import ScaledArray, as_scaled, to_array
+from unitscale import ScaledArray, rescale, to_array
 from unitscale.core import is_scaled
 from unitscale.quant import Block, Dynamic, quantize
 
@@ -41,7 +41,7 @@ class NarrowLinear(nnx.Module):
     """A linear layer with a kernel in 8 or 4 bits.
 
     An FP8 kernel keeps the scales of the file it came from, or has one scale per output. An E2M1
-    kernel has an E4M3 scale per block of 16 inputs; a power of two per layer scales the output.
+    kernel has an E4M3 scale per block of 16 inputs, and a power of two per layer.
     """
 
     def __init__(self, layer: nnx.Linear, dtype: str):
@@ -50,7 +50,8 @@ class NarrowLinear(nnx.Module):
         if not (is_scaled(kernel) and kernel.dtype == dtype):
             wide = jnp.asarray(to_array(kernel), jnp.float32)
             if dtype == FLOAT4:
-                unit = as_scaled(wide)
+                # Block scales up to 448 / 6, far from E4M3's subnormals.
+                unit = rescale(wide, "amax", dtype="float8_e4m3fn")
                 scale = Frozen(unit.scale)
                 kernel = quantize(unit.data, dtype, Block(16, scale_format="e4m3fn"), axis=0)
             else:
@@ -59,9 +60,8 @@ class NarrowLinear(nnx.Module):
         self.bias = layer.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = _widened_matmul(x.astype(self.dtype), self.kernel.get_value())
-        if self.scale is not None:
-            y = y * self.scale.get_value().astype(y.dtype)
+        scale = 1.0 if self.scale is None else self.scale.get_value()
+        y = _widened_matmul(x.astype(self.dtype), self.kernel.get_value(), scale)
         return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
 
@@ -82,8 +82,8 @@ class NarrowEmbed(nnx.Module):
 
 
 @jax.checkpoint  # cast the kernel again in the backward pass instead of keeping a wide copy
-def _widened_matmul(x: jax.Array, kernel: ScaledArray) -> jax.Array:
-    return x @ kernel.value.astype(x.dtype)
+def _widened_matmul(x: jax.Array, kernel: ScaledArray, scale: Any = 1.0) -> jax.Array:
+    return x @ (kernel.value * scale).astype(x.dtype)
 
 
 class UpdatedLinear(nnx.Module):
