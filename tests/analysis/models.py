@@ -125,6 +125,11 @@ def stack(policy: str, **options: Any) -> Callable[[], Model]:
     return module(lambda rngs: nn.TransformerStack(1, 4, 2, 6, policy=policy, rngs=rngs, **options))
 
 
+def penalized(p, x):
+    h = ops.dense(x, p["c"])
+    return ops.mse_loss(h, jnp.ones(h.shape)) + jnp.mean(h.value**4)
+
+
 def dense(constraint):
     return lambda p, h: ops.dense(h, p["d"], constraint=constraint)
 
@@ -147,10 +152,8 @@ VALID: dict[str, Callable[[], Model]] = {
 }
 BROKEN: dict[str, tuple[set[str], Callable[[], Model]]] = {
     "dense": ({"dense"}, functional(beside(dense(None)))),
-    "readout off a cut edge": (
-        {"readout"},
-        functional(beside(lambda p, h: ops.readout(h, p["d"]))),
-    ),
+    "hidden readout": ({"readout"}, functional(beside(lambda p, h: ops.readout(h, p["d"])))),
+    "loss and penalty": ({"mse_loss"}, functional(penalized)),
     "residual without split": (
         {"residual_add"},
         functional(chain(lambda p, h: ops.residual_add(ops.tanh(h), h, 0.5))),

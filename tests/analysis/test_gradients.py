@@ -47,6 +47,7 @@ def test_the_text_names_parameter_op_line_and_constraint() -> None:
     line = layer.__code__.co_firstlineno + 1
     for part in (f"dense at {__file__}:{line} (", "constraint='to_output_scale'"):
         assert part in str(report)
+    assert "by ops.scale_bwd" in str(check_gradients(*BROKEN["loss and penalty"][1](), X))
     # 7^-1/2 over 4^-1/2: what rules.dense would have, had it no constraint.
     assert report.guilty[0].ratios == pytest.approx([(4 / 7) ** 0.5], rel=1e-6)
 

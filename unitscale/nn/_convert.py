@@ -88,9 +88,10 @@ def convert(
     """Quantize the matmuls of a plain `flax.nnx` model, in place.
 
     It acts on `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum`, also inside other modules such as
-    `nnx.MultiHeadAttention`. Parameters stay the same; `restore` undoes it. With "fp8_delayed",
-    differentiate with `unitscale.nn.value_and_grad`, which updates the scales; with "fp8_static",
-    call `calibrate` once. For layers of `flax.linen` see `unitscale.quant.dot_general`.
+    `nnx.MultiHeadAttention`, but not on code that multiplies by a layer's `.kernel` itself.
+    Parameters stay the same; `restore` undoes it. With "fp8_delayed", differentiate with
+    `unitscale.nn.value_and_grad`, which updates the scales; with "fp8_static", call `calibrate`
+    once. For layers of `flax.linen` see `unitscale.quant.dot_general`.
 
     The presets are described in `as_policy`. "fp8" uses no scales, so it suits only models whose
     values have an RMS near 1. For most plain models use "fp8_dynamic", which measures scales.
@@ -129,10 +130,8 @@ def convert(
     entries = []
     for path, layer in layers.items():
         rule, config = assigned.get(path, ("", None))
-        if config is None:
-            reason = "its rule is None" if rule else "no rule matches it"
-        else:
-            reason = _obstacle(layer, config, min_size, multiple_of)
+        refusal = "its rule is None" if rule else "no rule matches it"
+        reason = _obstacle(layer, config, min_size, multiple_of) if config else refusal
         entry = Conversion(
             path=path,
             kind=type(layer).__name__,

@@ -40,7 +40,8 @@ def to_static(model: nnx.Module, scales: Mapping[str, float] | None = None) -> t
     """Store the weights of converted layers in FP8, in place, to serve the model.
 
     The model is then for inference only: its weights are `StaticWeight` variables, which optimizers
-    ignore, and `restore` cannot undo the rounding. Save and load its `nnx.state` as usual.
+    ignore, and `restore` cannot undo the rounding. Save and load its `nnx.state` as usual. Code
+    that reads a layer's `.kernel` gets FP8 data without its scale: do not `convert` such layers.
 
     Each weight gets one scale per layer, the smallest power of two that brings its amax into the
     range of the format. The scale of an input is taken from ``scales``, or else from the layer's

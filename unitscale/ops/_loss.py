@@ -130,8 +130,7 @@ def token_gradients(
     if cotangent is not None:
         grad = grad * (cotangent[..., None] if cotangent.ndim else cotangent)
     grad = times(grad, scale)
-    if mantissa_bits is not None:
-        grad = dithered(grad, mantissa_bits)
+    grad = grad if mantissa_bits is None else dithered(grad, mantissa_bits)
     return grad if where is None else jnp.where(where[..., None], grad, 0.0)
 
 
@@ -180,8 +179,7 @@ def check_token_shapes(
 ) -> None:
     """Raise unless labels and ``where`` have the leading dimensions of the operand."""
     ((name, shape),) = operand.items()
-    shapes = operand | {"labels": labels.shape}
-    shapes |= {} if where is None else {"where": where.shape}
+    shapes = operand | {"labels": labels.shape} | ({} if where is None else {"where": where.shape})
     if not shape or any(other != shape[:-1] for other in list(shapes.values())[1:]):
         expected = f"{name} must be (..., features) and labels, where (...)"
         raise shape_error(op, expected, "Labels are class indices, not one-hot rows.", **shapes)
@@ -229,7 +227,7 @@ def softmax_cross_entropy(
 
     Scaling: `rules.softmax_cross_entropy`. The logits are multiplied by their scale. The value is
     the ordinary loss. Gradients omit the 1/N of a mean, where N counts the tokens on all devices
-    (`unitscale.batch_over`), or is set by `unitscale.batch_size`.
+    (`unitscale.batch_over`) or is set by `unitscale.batch_size`; in a sum, plain terms weigh less.
 
     Args:
         logits: (..., V), floating.
