@@ -31,6 +31,11 @@ LOSSES = (
         for index, text in enumerate(("articles", "Python", "JSON", "sentences", "plays", "novels"))
     ),
     *(
+        (f"FP8, {text}, rate 3, 600 steps, 5 seeds", "parity-texts-rate-3", index, "fp8", 0.2)
+        for index, text in enumerate(("articles", "Python", "sentences"))
+    ),
+    ("FP8, Python, rate 3, 1,200 steps, 5 seeds", "parity-texts-rate-3", 3, "fp8", 0.2),
+    *(
         (f"FP8, {text}, 1,200 steps, {n} seeds", "parity-texts-1200", index, "fp8", 0.2)
         for index, (text, n) in enumerate(
             (("plays", 5), ("novels", 3), ("more novels", 5))
@@ -41,6 +46,7 @@ LOSSES = (
         (f"NVFP4, {text}, rate 3, 600 steps, 5 seeds", "parity-nvfp4", index, "nvfp4", 1.0)
         for index, text in enumerate(("plays", "articles", "Python"))
     ),
+    ("NVFP4, 2 layers in FP8, plays, rate 3, 5 seeds", "parity-nvfp4", 3, "nvfp4-mixed", 1.0),
     ("FP8, 10,000 steps, 3 seeds, 1 text", "parity-drift", 0, "fp8", 0.2),
     ("FP8, BERT, 4,000 steps, 3 seeds, 1 text", "lms", 0, "fp8", 0.7),
     ("float16, 600 steps, 5 seeds, 2 texts", "parity", -1, "float16", 0.1),
@@ -93,7 +99,7 @@ def steps() -> Figure:
 
 def losses() -> Figure:
     """Differences of validation loss from the same model in float32, with standard errors."""
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(8, 7), layout="constrained")
     axes = figure.subplots()
     for place, (_, stem, which, variant, goal) in enumerate(LOSSES):
         row = next(r for r in table(stem, which) if r.get("variant") == variant)

@@ -32,8 +32,8 @@ TOPICS = {
         "terms. `fp8-readout-gradients` also has the gradients of the output layer in FP8.",
         (
             *("parity", "parity-1200", "parity-rate-3", "parity-rate-3-1200", "parity-drift"),
-            *("parity-texts", "parity-texts-1200", "parity-encyclopedia", "parity-nvfp4"),
-            *("parity-blocks", "parity-narrow-gradients", "parity-gradients"),
+            *("parity-texts", "parity-texts-1200", "parity-texts-rate-3", "parity-encyclopedia"),
+            *("parity-nvfp4", "parity-blocks", "parity-narrow-gradients", "parity-gradients"),
         ),
     ),
     "libraries": (
