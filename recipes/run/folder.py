@@ -57,7 +57,7 @@ def downloaded(init: str) -> str:
         files = ["*.json", "model*.safetensors", "*.jinja"]  # no second copy of the weights
         return hub.snapshot_download(init, allow_patterns=files)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(".")
         raise RecipeError(
             f"{init}: expected a folder, or a model that can be downloaded; {reason}; run `hf "
             f"download {init} --local-dir {path.name}` where there is a network (`hf auth login` "

@@ -61,7 +61,7 @@ WRONG = [
     # files and folders
     (f"init={FIXTURES}", r"pretrained_fixtures; train one.*quickstart\.yaml`$"),
     ("init=runs/x", r"got runs/x; train one, such as `python -m recipes train gpt/quickstart"),
-    ("init=org/Some-1B", r"init: .*got org/Some-1B: .*`hf download org/Some-1B --local-dir Some"),
+    ("init=org/Some-1B", r"org/Some-1B: expected .*`hf download org/Some-1B --local-dir Some"),
     # YAML
     ("data.pattern=**/*.txt", r"data\.pattern=.*not valid YAML.*in quotes"),
     ("mesh={data:", r"'mesh=\{data:'.*not valid YAML.*in quotes, as in 'mesh=\{data: 4, fsdp"),
