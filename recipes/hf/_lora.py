@@ -50,8 +50,7 @@ class NarrowLinear(nnx.Module):
         if not (is_scaled(kernel) and kernel.dtype == dtype):
             wide = jnp.asarray(to_array(kernel), jnp.float32)
             if dtype == FLOAT4:
-                # Block scales up to 448 / 6, far from E4M3's subnormals.
-                unit = rescale(wide, "amax", dtype="float8_e4m3fn")
+                unit = rescale(wide, "amax", dtype="float8_e4m3fn")  # block scales far from 0
                 scale = Frozen(unit.scale)
                 kernel = quantize(unit.data, dtype, Block(16, scale_format="e4m3fn"), axis=0)
             else:

@@ -35,14 +35,16 @@ def dequantize(folder: Folder) -> Folder:
     if scheme is None:
         return folder
     scheme = scheme if isinstance(scheme, dict) else {"quant_method": scheme}
-    groups = [group.get("weights") or {} for group in (scheme.get("config_groups") or {}).values()]
-    method, kinds = scheme.get("quant_method"), {(x.get("type"), x.get("num_bits")) for x in groups}
+    groups = (scheme.get("config_groups") or {}).values()
+    weights = [group["weights"] for group in groups if group.get("weights")]
+    kinds = {(x.get("type"), x.get("num_bits")) for x in weights}
+    method = scheme.get("quant_method")
     if method not in _METHODS or kinds - {("float", 8)}:
         raise RecipeError(
             f"{folder.path}: {QUANTIZATION}.quant_method: expected {' or '.join(_METHODS)} in FP8; "
             f"got {method!r} {kinds or ''}; give the folder of the model before it was quantized"
         )
-    blocks = [scheme.get("weight_block_size"), *(x.get("block_structure") for x in groups)]
+    blocks = [scheme.get("weight_block_size"), *(x.get("block_structure") for x in weights)]
     wanted = str(folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16")
     dtype = jnp.dtype(wanted.removeprefix("torch."))
     narrow: dict[str, Callable[[], ScaledArray]] = {}
