@@ -393,6 +393,6 @@ def _advice(graph: Graph, inner: list[Edge], source: Source, edges: list[Edge]) 
     if source.op.startswith("scale"):
         return "give it the same factor forward and backward, or move it onto a cut edge"
     if source.op.endswith(("_entropy", "_loss")):
-        return "compute every loss in the sum by jax.numpy, and scale its gradient by ops.scale_bwd"
+        return "compute all terms of the sum in jax.numpy, and scale its gradient by ops.scale_bwd"
     others = "'to_grad_input_scale'" if len(edges) == 1 else "'to_left_grad_scale'"
     return f"set constraint='to_output_scale' (or {others}, 'gmean', ...)"

@@ -130,8 +130,8 @@ def convert(
     entries = []
     for path, layer in layers.items():
         rule, config = assigned.get(path, ("", None))
-        refusal = "its rule is None" if rule else "no rule matches it"
-        reason = _obstacle(layer, config, min_size, multiple_of) if config else refusal
+        unmatched = "its rule is None" if rule else "no rule matches it"
+        reason = unmatched if config is None else _obstacle(layer, config, min_size, multiple_of)
         entry = Conversion(
             path=path,
             kind=type(layer).__name__,
